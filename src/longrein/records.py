@@ -1,0 +1,197 @@
+"""The nouns that cross rooms: Task, Group, Rollout, Call. Frozen data, no behaviour beyond arithmetic on itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardProfile:
+    """How a verifier's number becomes the reward: ``scale * raw + offset``, with ``raw`` inside ``raw_range``."""
+
+    key: str = "reward"
+    scale: float = 1.0
+    offset: float = 0.0
+    raw_range: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The evidence for a reward: the verifier's own bytes and their digest.
+
+    Attributes:
+        file: name of the file the number was read from, ``reward.json`` or ``reward.txt``.
+        content: that file's bytes, as text.
+        sha256: hex digest of those bytes.
+        raw: the number the verifier wrote.
+        reward: ``scale * raw + offset``.
+    """
+
+    file: str
+    content: str
+    sha256: str
+    raw: float
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One Harbor-format task directory, as pinned by the catalog.
+
+    Attributes:
+        task_id: name, unique within the catalog.
+        path: absolute path of the task directory.
+        digest: ``sha256:<hex>`` over the directory's content (see ``agents.tasks``).
+        instruction: the text handed to the harness.
+        agent_timeout_s: seconds the harness may run; None means the configuration's default.
+        verifier_timeout_s: seconds ``tests/test.sh`` may run.
+        workdir: absolute directory inside the sandbox in which harness and verifier start.
+        env: environment variables of the task's environment.
+        profile: how the verifier's number becomes a reward.
+        metadata: the free ``[metadata]`` table of ``task.toml``.
+    """
+
+    task_id: str
+    path: Path
+    digest: str
+    instruction: str
+    agent_timeout_s: float | None = None
+    verifier_timeout_s: float = 600.0
+    workdir: str = "/app"
+    env: Mapping[str, str] = field(default_factory=dict)
+    profile: RewardProfile = RewardProfile()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Split(StrEnum):
+    """What a rollout is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class RolloutState(StrEnum):
+    """``queued → running → verifying → done | failed | cancelled``."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    VERIFYING = "verifying"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class FailureClass(StrEnum):
+    """Whose fault a failed rollout is.
+
+    INFRASTRUCTURE: retried, then excluded from baseline, count and loss. AGENT: its reward counts.
+    """
+
+    INFRASTRUCTURE = "infrastructure"
+    AGENT = "agent"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one task that share a baseline."""
+
+    group_id: str
+    step: int
+    task_id: str
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One attempt of one task by one harness.
+
+    Attributes:
+        index: place in the group, 0-based.
+        attempt: 0 for the first try, +1 for each retry after an infrastructure failure.
+        temperature: sampling temperature of this rollout's calls (0 is greedy).
+        reward: set when ``done``, and when ``failed`` by the agent's fault.
+        failure_class, failure: set when ``failed``; ``failure`` is a short kind followed by its evidence.
+        ending: how the harness ended: ``exited 0``, ``exited 3``, ``timed out``; empty while it runs.
+    """
+
+    rollout_id: str
+    group_id: str
+    task_id: str
+    split: Split
+    index: int
+    attempt: int = 0
+    temperature: float = 1.0
+    state: RolloutState = RolloutState.QUEUED
+    reward: float | None = None
+    receipt: Receipt | None = None
+    failure_class: FailureClass | None = None
+    failure: str = ""
+    ending: str = ""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def valid(self) -> bool:
+        """Whether the reward counts in baseline and loss."""
+        return self.reward is not None and self.state in (RolloutState.DONE, RolloutState.FAILED)
+
+
+class Cause(StrEnum):
+    """Why a call's tokens start where they do (recorded per call, shown to users)."""
+
+    EXTENDED = "extended"
+    NEW_SESSION = "new session"
+    HISTORY_REWRITTEN = "history rewritten"
+    TEMPLATE_DROPPED_THINKING = "template dropped thinking"
+    TOOLS_CHANGED = "tools changed"
+    TEXT_CHANGED = "template changed text"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call.
+
+    Attributes:
+        index: place among the rollout's calls, in order of arrival.
+        agent: role inside the harness that made the call.
+        dialect: ``chat``, ...
+        request: the request body as received.
+        reply: the reply as one (non-streamed) JSON object of the dialect.
+        prompt_ids: (P,) int32, exactly what the engine saw.
+        completion_ids: (C,) int32, exactly what it sampled, the stop token included.
+        logprobs: (C,) float32, the sampler's, at the call's own temperature over the full vocabulary.
+        versions: (C,) int32, the policy version that sampled each token.
+        temperature: sampling temperature; 0 is greedy.
+        finish_reason: ``stop``, ``length``, ``tool_calls`` or ``cancelled``.
+        parent_id: the recorded call whose tokens this one continues, if any.
+        cause: why it continues them, or why not.
+        delivered: whether the reply reached the harness; only delivered calls are trainable.
+    """
+
+    call_id: str
+    rollout_id: str
+    index: int
+    agent: str
+    dialect: str
+    request: Mapping[str, Any]
+    reply: Mapping[str, Any]
+    prompt_ids: IntArray
+    completion_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    temperature: float
+    policy: str
+    finish_reason: str
+    cause: Cause
+    parent_id: str | None = None
+    delivered: bool = True
+    started_at: float = 0.0
+    ended_at: float = 0.0
