@@ -1,0 +1,148 @@
+"""Who may sample, when, and how much: the gate, the caps of a rollout, the bounded queue.
+
+While the gate is closed nothing is refused and nothing is sampled. Every wait here has a deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from longrein.config import GatewaySection
+from longrein.errors import CapExceeded, DeadlineExceeded, Overloaded
+
+HOLD_S = 3600.0
+"""Longest time a call waits for the gate."""
+
+RETRY_AFTER_S = 2.0
+
+
+class Gate:
+    """Holds new calls while the policy changes, and lets those in flight end first."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._inside: dict[object, tuple[str, float]] = {}
+
+    async def pause(self, deadline_s: float) -> None:
+        """Close the gate and wait until no call is in flight.
+
+        Raises:
+            DeadlineExceeded: names the calls that still ran; the gate is open again then.
+        """
+        self._open.clear()
+        try:
+            await asyncio.wait_for(self._empty.wait(), deadline_s)
+        except TimeoutError:
+            now = time.monotonic()
+            names = ", ".join(f"{name} ({now - since:.0f} s)" for name, since in self._inside.values())
+            self._open.set()
+            raise DeadlineExceeded(
+                f"Waited {deadline_s:g} s for model calls in flight; still running: {names}. Raise gateway.drain_s, or "
+                "lower sampling.max_tokens."
+            ) from None
+        except BaseException:
+            self._open.set()
+            raise
+
+    def resume(self) -> None:
+        self._open.set()
+
+    @asynccontextmanager
+    async def passing(self, name: str) -> AsyncIterator[None]:
+        """Wait for the gate, then count as in flight.
+
+        Raises:
+            DeadlineExceeded: the gate stayed closed for too long.
+        """
+        await self._wait()
+        token = object()
+        self._inside[token] = (name, time.monotonic())
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            del self._inside[token]
+            if not self._inside:
+                self._empty.set()
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(HOLD_S):
+                # The gate may have closed again before a waiting call gets to run.
+                while not self._open.is_set():
+                    await self._open.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"The call waited {HOLD_S:g} s for an update of the policy to end.") from None
+
+
+class Queue:
+    """All rollouts' calls that wait or run."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+
+    def enter(self) -> None:
+        """Raises:
+        Overloaded: as many calls as ``gateway.queue`` allows are here already.
+        """
+        if self._size >= self._limit:
+            raise Overloaded(
+                f"{self._size} model calls wait or run, as many as gateway.queue allows. Try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._size += 1
+
+    def leave(self) -> None:
+        self._size -= 1
+
+
+class Allowance:
+    """What one rollout may use.
+
+    Attributes:
+        calls: calls admitted.
+        tokens: tokens sampled by calls that have ended.
+        hit: the first cap that refused a call, in words; empty if none did.
+    """
+
+    def __init__(self, limits: GatewaySection) -> None:
+        self._limits = limits
+        self._running = 0
+        self._reserved = 0
+        self.calls = 0
+        self.tokens = 0
+        self.hit = ""
+
+    def take(self, wanted: int) -> int:
+        """Begin a call of at most ``wanted`` tokens; the number it may sample.
+
+        Raises:
+            CapExceeded: names the cap and its configuration key.
+        """
+        left = self._limits.max_tokens - self.tokens - self._reserved
+        if self.calls >= self._limits.max_calls:
+            self._refuse(f"{self.calls} model calls", "gateway.max_calls")
+        if left <= 0:
+            self._refuse(f"{self.tokens} sampled tokens", "gateway.max_tokens")
+        if self._running >= self._limits.max_concurrent_calls:
+            self._refuse(f"{self._running} model calls at once", "gateway.max_concurrent_calls")
+        granted = min(wanted, left)
+        self.calls += 1
+        self._running += 1
+        self._reserved += granted
+        return granted
+
+    def give_back(self, granted: int, sampled: int) -> None:
+        """End a call that was granted so many tokens and sampled so many."""
+        self._running -= 1
+        self._reserved -= granted
+        self.tokens += sampled
+
+    def _refuse(self, used: str, key: str) -> None:
+        self.hit = self.hit or f"{used} ({key})"
+        raise CapExceeded(f"This rollout has used {used}, as many as {key} allows. A retry cannot succeed.")

@@ -1,0 +1,231 @@
+"""The model endpoint: one key per rollout, one module per dialect, the same app on loopback TCP and on a unix socket.
+
+A rollout's key opens that rollout's model calls while it runs, and nothing else. Keys are kept hashed and never logged.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from longrein.calls.admission import Gate, Queue
+from longrein.calls.chat import ChatDialect
+from longrein.calls.dialect import Dialect
+from longrein.calls.listening import Server, tcp_listener, unix_listener
+from longrein.calls.reading import Paths, as_call_error, keys_in, parse_body, read_body
+from longrein.calls.rendering import Renderer
+from longrein.calls.rollout import OpenRollout, RolloutUse
+from longrein.calls.sending import Delivery, error_headers
+from longrein.calls.services import Recorder, Services
+from longrein.config import GatewaySection, SamplingSection
+from longrein.engines.engine import Engine
+from longrein.errors import CallError, ConfigError, UnknownKey
+
+START_S = 30.0
+STOP_S = 10
+
+
+class Gateway:
+    """The model endpoint of a run.
+
+    Args:
+        config: host, port, limits.
+        sampling: what every call samples with, whatever the harness wishes.
+        renderer: conversations to tokens and back.
+        engine: samples.
+        recorder: keeps calls.
+        socket: path of the unix socket (made on ``start``, removed on ``close``).
+    """
+
+    def __init__(
+        self,
+        config: GatewaySection,
+        sampling: SamplingSection,
+        renderer: Renderer,
+        engine: Engine,
+        recorder: Recorder,
+        socket: Path,
+    ) -> None:
+        self._services = Services(config, sampling, renderer, engine, recorder, Gate(), Queue(config.queue))
+        self._rollouts: dict[str, OpenRollout] = {}
+        self._keys: dict[bytes, OpenRollout] = {}
+        self._socket = socket
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        """``http://host:port`` (without ``/v1``); empty before ``start``."""
+        return self._url
+
+    @property
+    def socket(self) -> Path:
+        return self._socket
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: host and port, or the socket's path, cannot be listened on.
+        """
+        tcp = tcp_listener(self._services.config.host, self._services.config.port)
+        try:
+            unix = unix_listener(self._socket)
+        except ConfigError:
+            tcp.close()
+            raise
+        host, port = tcp.getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._server = Server(
+            uvicorn.Config(
+                _app(self),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                proxy_headers=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=STOP_S,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[tcp, unix]))
+        listening = asyncio.create_task(self._server.listening.wait())
+        await asyncio.wait({listening, self._serving}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if self._serving.done():
+            await self._serving
+
+    async def close(self) -> None:
+        """End every call and stop listening."""
+        for rollout_id in list(self._rollouts):
+            await self.close_rollout(rollout_id)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._server = None
+        self._socket.unlink(missing_ok=True)
+
+    # ---- for the controller
+
+    def open_rollout(self, rollout_id: str, *, temperature: float | None = None, seed: int | None = None) -> str:
+        """The key that opens this rollout's model calls.
+
+        Args:
+            temperature: of its calls, None for the configured one.
+            seed: makes its samples reproducible for equal batching.
+        """
+        if rollout_id in self._rollouts:
+            raise ValueError(f"rollout {rollout_id} is open already")
+        if temperature is None:
+            temperature = self._services.sampling.temperature
+        key = f"lr-{secrets.token_urlsafe(32)}"
+        rollout = OpenRollout(rollout_id, self._services, temperature, seed)
+        self._rollouts[rollout_id] = rollout
+        self._keys[_hashed(key)] = rollout
+        return key
+
+    async def close_rollout(self, rollout_id: str) -> RolloutUse:
+        """Revoke the key, end its calls, and say what it used (nothing, for a rollout that is not open)."""
+        rollout = self._rollouts.pop(rollout_id, None)
+        if rollout is None:
+            return RolloutUse()
+        self._keys = {hashed: other for hashed, other in self._keys.items() if other is not rollout}
+        return await rollout.close()
+
+    async def pause(self, deadline_s: float) -> None:
+        """Hold new calls and wait until none is in flight.
+
+        Raises:
+            DeadlineExceeded: names the calls that still ran; calls are not held then.
+        """
+        await self._services.gate.pause(deadline_s)
+
+    def resume(self) -> None:
+        """Let held calls go on."""
+        self._services.gate.resume()
+
+    # ---- for clients
+
+    def rollout_of(self, request: Request) -> OpenRollout:
+        """The rollout whose key the request carries.
+
+        Raises:
+            UnknownKey: it carries none, or none that is open.
+        """
+        given = list(keys_in(request))
+        for key in given:
+            hashed = _hashed(key)
+            for known, rollout in self._keys.items():
+                if hmac.compare_digest(known, hashed):
+                    return rollout
+        what = "The key given belongs to no running rollout" if given else "No key was given"
+        raise UnknownKey(f"{what}. Send the rollout's key as 'Authorization: Bearer KEY' or in the path, /k/KEY/v1.")
+
+    async def ask(self, request: Request, dialect: Dialect) -> Delivery:
+        """Answer one model call."""
+        rollout = self.rollout_of(request)
+        raw = await read_body(request, int(self._services.config.max_body_mb * 1024 * 1024))
+        body = parse_body(raw)
+        answer = rollout.admit(dialect, body, hashlib.sha256(raw).digest())
+        return Delivery(rollout, answer, dialect, self._services.config.keepalive_s)
+
+    def models(self) -> dict[str, Any]:
+        """The served model, as ``GET /v1/models`` lists it."""
+        return {"object": "list", "data": [self.model(self._services.config.model_name)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "longrein"}
+
+
+def _app(gateway: Gateway) -> ASGIApp:
+    chat = ChatDialect()
+
+    async def complete(request: Request) -> Any:
+        return await gateway.ask(request, chat)
+
+    async def models(request: Request) -> Response:
+        gateway.rollout_of(request)
+        return JSONResponse(gateway.models())
+
+    async def model(request: Request) -> Response:
+        gateway.rollout_of(request)
+        return JSONResponse(gateway.model(request.path_params["name"]))
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        shown = as_call_error(request, error)
+        return JSONResponse(chat.error(shown), status_code=shown.status, headers=error_headers(shown))
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", complete, methods=["POST"]),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/v1/models/{name:path}", model, methods=["GET"]),
+        ],
+        exception_handlers={
+            HTTPException: refuse,
+            CallError: refuse,
+            ClientDisconnect: refuse,
+            Exception: refuse,
+        },
+    )
+    app.router.redirect_slashes = False
+    return Paths(app)
+
+
+def _hashed(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,139 @@
+"""What a completion says, read out of its tokens, once it is whole or while it grows.
+
+A tool call that cannot be read is text as the model wrote it: nothing is repaired, and nothing is sampled again. What
+was sent of a growing reply is what the finished reply begins with.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from longrein.calls.conversation import Message, Tool, ToolCall
+from longrein.calls.dialect import Delta
+from longrein.calls.hermes import arguments_text
+
+if TYPE_CHECKING:
+    from longrein.calls.rendering import Renderer
+
+# A tag that may still be growing at the end of a text is no longer than this.
+LONGEST_TAG = 32
+
+
+def reply_message(
+    parsed: Any, ids: Sequence[int], decode: Callable[[Sequence[int]], str], *, offered: bool, final: bool
+) -> Message:
+    """An assistant turn from the library's ``ParsedResponse``; ``offered`` says whether there were tools to call."""
+    calls, malformed = [], []
+    for call in parsed.tool_calls:
+        if offered and call.name and call.status in ("ok", "unknown_tool"):
+            calls.append(ToolCall("", call.name, arguments_text({} if call.arguments is None else call.arguments)))
+        elif final:
+            malformed.append(call.raw if call.token_span is None else decode(ids[slice(*call.token_span)]))
+    content = parsed.content.rstrip("\n") if parsed.tool_calls else parsed.content
+    content = "\n".join(part for part in (content, *malformed) if part)
+    return Message("assistant", content, tuple(calls), reasoning=(parsed.reasoning_content or "").strip() or None)
+
+
+class GrowingReply:
+    """A completion as it is sampled.
+
+    Args:
+        live: whether deltas are wanted; without, the reply is read once, when it is whole.
+        stop: texts that end the reply.
+    """
+
+    def __init__(
+        self, renderer: "Renderer", prompt_ids: list[int], tools: Sequence[Tool], stop: Sequence[str], *, live: bool
+    ) -> None:
+        self._renderer = renderer
+        self._prompt_ids = prompt_ids
+        self._tools = tools
+        self._stop = tuple(stop)
+        self._live = live and renderer.incremental
+        self._ids: list[int] = []
+        self._read = 0
+        self._sent = Message("assistant", "", reasoning="")
+        self.cut = False
+
+    def grow(self, ids: Sequence[int]) -> Delta | None:
+        """Take newly sampled tokens; what can be told of the reply beyond doubt, if that is more than before.
+
+        Sets ``cut`` when a stop text has appeared.
+        """
+        self._ids += ids
+        self.cut = bool(self._stop) and self._has_stop(len(ids))
+        # Reading the whole text each time would cost the square of its length; a 32nd more at a time costs little.
+        if not self._live or self.cut or len(self._ids) - self._read < max(1, len(self._ids) // 32):
+            return None
+        self._read = len(self._ids)
+        message = self._parse(final=False)
+        return self._delta(
+            replace(message, content=self._beyond_doubt(message.content), reasoning=_settled(message.reasoning or ""))
+        )
+
+    def finish(self) -> tuple[Message, Delta | None]:
+        """The whole reply, and what of it was not told yet."""
+        message = self._parse(final=True)
+        if self.cut:
+            message = self._cut_at_stop(message)
+        known = self._sent.tool_calls
+        fresh = [replace(call, call_id=f"call_{secrets.token_hex(12)}") for call in message.tool_calls[len(known) :]]
+        message = replace(message, tool_calls=(*known, *fresh))
+        if not message.content.startswith(self._sent.content):
+            message = replace(message, content=self._sent.content)
+        if not (message.reasoning or "").startswith(self._sent.reasoning or ""):
+            message = replace(message, reasoning=self._sent.reasoning)
+        return message, self._delta(message)
+
+    def _parse(self, *, final: bool) -> Message:
+        return self._renderer.parse(self._ids, self._prompt_ids, self._tools, final=final)
+
+    def _delta(self, message: Message) -> Delta | None:
+        sent = self._sent
+        content = message.content.removeprefix(sent.content) if message.content.startswith(sent.content) else ""
+        thought = message.reasoning or ""
+        told = sent.reasoning or ""
+        reasoning = thought[len(told) :] if thought.startswith(told) else ""
+        first = len(sent.tool_calls)
+        calls = tuple(
+            call if call.call_id else replace(call, call_id=f"call_{secrets.token_hex(12)}")
+            for call in message.tool_calls[first:]
+        )
+        if not (content or reasoning or calls):
+            return None
+        self._sent = Message(
+            "assistant", sent.content + content, (*sent.tool_calls, *calls), reasoning=told + reasoning
+        )
+        return Delta(content, reasoning, calls, first)
+
+    def _has_stop(self, new: int) -> bool:
+        # Every token but a piece of a character adds at least one, so this many reach back far enough.
+        window = self._ids[-(new + max(len(text.encode()) for text in self._stop) + 4) :]
+        shown = self._renderer.decode(window)
+        return any(text in shown for text in self._stop)
+
+    def _cut_at_stop(self, message: Message) -> Message:
+        places = [message.content.find(text) for text in self._stop]
+        first = min((place for place in places if place >= 0), default=None)
+        if first is None:
+            return message
+        return replace(message, content=message.content[:first], tool_calls=())
+
+    def _beyond_doubt(self, content: str) -> str:
+        content = _settled(content)
+        for text in self._stop:
+            for size in range(min(len(text) - 1, len(content)), 0, -1):
+                if content.endswith(text[:size]):
+                    content = content[:-size]
+                    break
+        return content
+
+
+def _settled(text: str) -> str:
+    """Without an unfinished character or tag at the end, nor white space that may turn out to be dropped."""
+    text = text.rstrip("\ufffd")
+    opened = text.rfind("<", max(0, len(text) - LONGEST_TAG))
+    if opened >= 0 and ">" not in text[opened:]:
+        text = text[:opened]
+    return text.rstrip()

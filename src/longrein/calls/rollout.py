@@ -1,0 +1,307 @@
+"""The calls of one open rollout: admitted, sampled, recorded, delivered.
+
+A call is recorded, durably, before the last byte of its reply is sent; if no client received it, the record is
+corrected. A client that hangs up ends the sampling, and what was sampled by then is kept as an orphan.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longrein.calls.admission import Allowance
+from longrein.calls.answer import Answer
+from longrein.calls.dialect import Dialect, Header, Reply
+from longrein.calls.reply import GrowingReply
+from longrein.calls.services import Services
+from longrein.calls.sessions import Sessions
+from longrein.engines.engine import SampleChunk, SampleRequest
+from longrein.errors import (
+    CallError,
+    CapExceeded,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineError,
+    LedgerError,
+    UnknownKey,
+)
+from longrein.records import Call
+
+log = logging.getLogger(__name__)
+
+STALL_S = 900.0
+"""Longest silence of the engine within one call."""
+
+RECORD_S = 60.0
+"""Longest time a call may take to become durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutUse:
+    """What a rollout used.
+
+    Attributes:
+        calls: model calls answered.
+        tokens: tokens sampled, those of orphans included.
+        cap_hit: the cap that refused a call, in words; None if none did.
+        engine_error: the first failure on our side of the endpoint, if any.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    cap_hit: str | None = None
+    engine_error: str | None = None
+
+
+class OpenRollout:
+    """A rollout whose key opens the endpoint."""
+
+    def __init__(self, rollout_id: str, services: Services, temperature: float, seed: int | None) -> None:
+        self.rollout_id = rollout_id
+        self._services = services
+        self._temperature = temperature
+        self._seed = seed
+        self._sessions = Sessions(services.renderer)
+        self._allowance = Allowance(services.config)
+        self._answers: dict[bytes, Answer] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._index = 0
+        self._answered = 0
+        self._failure: str | None = None
+        self._closed = False
+
+    @property
+    def use(self) -> RolloutUse:
+        return RolloutUse(self._answered, self._allowance.tokens, self._allowance.hit or None, self._failure)
+
+    def admit(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes) -> Answer:
+        """The answer to a request body: one under way or not delivered yet, if the body is the same, or a new one.
+
+        Whoever is given an answer must ``leave`` it.
+
+        Raises:
+            CallError: the request is refused, in one of the ways ``errors`` lists.
+        """
+        if self._closed:
+            raise UnknownKey("This rollout has ended.")
+        answer = self._answers.get(digest)
+        if answer is None:
+            answer = self._begin(dialect, body, digest)
+        answer.followers += 1
+        return answer
+
+    def _begin(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes) -> Answer:
+        ask = dialect.read(body)
+        opening = self._sessions.open(ask.conversation)
+        room = self._services.engine.context_length - len(opening.prompt.ids)
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self._services.engine.context_length} tokens. However, your "
+                f"messages resulted in {len(opening.prompt.ids)} tokens. Please reduce the length of the messages.",
+                param="messages",
+            )
+        limits = [room, self._services.sampling.max_tokens, *([] if ask.max_tokens is None else [ask.max_tokens])]
+        self._services.queue.enter()
+        try:
+            granted = self._allowance.take(min(limits))
+        except CapExceeded:
+            self._services.queue.leave()
+            raise
+        index, self._index = self._index, self._index + 1
+        header = Header(dialect.reply_id(), int(time.time()), ask.model or self._services.config.model_name)
+        request = SampleRequest(
+            opening.prompt.ids,
+            granted,
+            temperature=self._temperature,
+            top_p=self._services.sampling.top_p,
+            top_k=self._services.sampling.top_k,
+            stop_ids=self._services.renderer.stop_ids,
+            seed=None if self._seed is None else _call_seed(self._seed, index),
+        )
+        answer = Answer(f"call-{secrets.token_hex(12)}", index, digest, ask, header, opening, request)
+        # Only the last undelivered reply may be asked for again: what comes now goes on without the earlier ones.
+        self._answers = {key: old for key, old in self._answers.items() if not old.undelivered}
+        self._answers[digest] = answer
+        task = asyncio.create_task(self._answer(answer, dialect, body))
+        self._tasks[answer.call_id] = task
+        task.add_done_callback(lambda done: self._ended(answer, done))
+        return answer
+
+    async def _answer(self, answer: Answer, dialect: Dialect, body: Mapping[str, Any]) -> None:
+        started = time.time()
+        try:
+            async with self._services.gate.passing(f"{self.rollout_id} call {answer.index}"):
+                reply = await self._sampled(answer)
+                answer.kept = True
+                call = self._call(answer, dialect, body, reply, started)
+                await _within(RECORD_S, self._services.recorder.record(call), "a call to be recorded")
+        except asyncio.CancelledError:
+            await self._record_orphan(answer, dialect, body, started)
+            raise
+        except (EngineError, LedgerError, DeadlineExceeded) as error:
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+            await self._record_orphan(answer, dialect, body, started)
+            answer.fail(CallError(f"The model could not answer: {error}"))
+            return
+        self._answered += 1
+        self._remember(answer, reply)
+        answer.complete(reply)
+        if answer.followers == 0:
+            await self._mark_undelivered(answer)
+
+    async def _sampled(self, answer: Answer) -> Reply:
+        """Sample to the end, telling followers of what grows."""
+        ask, sample = answer.ask, answer.sample
+        growing = GrowingReply(
+            self._services.renderer,
+            answer.opening.prompt.ids.tolist(),
+            ask.conversation.tools,
+            ask.stop,
+            live=ask.stream,
+        )
+        chunks = self._services.engine.sample(answer.request)
+        try:
+            async with asyncio.timeout(STALL_S) as silence:
+                async for chunk in chunks:
+                    silence.reschedule(asyncio.get_running_loop().time() + STALL_S)
+                    sample.take(chunk)
+                    answer.publish(growing.grow(chunk.ids))
+                    if growing.cut:
+                        break
+        except TimeoutError:
+            raise EngineError(f"the engine gave no token for {STALL_S:g} s") from None
+        finally:
+            await _close(chunks)
+        if growing.cut:
+            sample.finish_reason = "stop"
+            answer.whole = False
+        elif not sample.finish_reason:
+            raise EngineError("the engine ended a sample without saying why")
+        message, rest = growing.finish()
+        answer.publish(rest)
+        finish_reason = "tool_calls" if message.tool_calls and sample.finish_reason == "stop" else sample.finish_reason
+        tokens = None
+        if ask.logprobs:
+            texts = (self._services.renderer.decode([i]) for i in sample.ids)
+            tokens = tuple(zip(texts, sample.logprobs, strict=True))
+        return Reply(message, finish_reason, len(answer.opening.prompt.ids), len(sample.ids), tokens)
+
+    def _call(
+        self, answer: Answer, dialect: Dialect, body: Mapping[str, Any], reply: Reply | None, started: float
+    ) -> Call:
+        sample = answer.sample
+        return Call(
+            call_id=answer.call_id,
+            rollout_id=self.rollout_id,
+            index=answer.index,
+            agent="main",
+            dialect=dialect.name,
+            request=body,
+            reply={} if reply is None else dialect.reply(answer.header, reply),
+            prompt_ids=answer.opening.prompt.ids,
+            completion_ids=np.asarray(sample.ids, dtype=np.int32),
+            logprobs=np.asarray(sample.logprobs, dtype=np.float32),
+            versions=np.asarray(sample.versions, dtype=np.int32),
+            temperature=self._temperature,
+            policy=answer.request.policy,
+            finish_reason="cancelled" if reply is None else reply.finish_reason,
+            cause=answer.opening.cause,
+            parent_id=answer.opening.parent_id,
+            delivered=reply is not None,
+            started_at=started,
+            ended_at=time.time(),
+        )
+
+    async def _record_orphan(self, answer: Answer, dialect: Dialect, body: Mapping[str, Any], started: float) -> None:
+        """Keep what was sampled for nobody; a call that had sampled nothing leaves no trace."""
+        if answer.kept or not answer.sample.ids:
+            return
+        orphan = self._call(answer, dialect, body, None, started)
+        with suppress(LedgerError, DeadlineExceeded):
+            await _within(RECORD_S, self._services.recorder.record(orphan), "an orphaned call to be recorded")
+
+    def _ended(self, answer: Answer, task: "asyncio.Task[None]") -> None:
+        del self._tasks[answer.call_id]
+        self._allowance.give_back(answer.request.max_tokens, len(answer.sample.ids))
+        self._services.queue.leave()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("model call %s of %s failed", answer.call_id, self.rollout_id, exc_info=error)
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+        if not answer.ended:
+            answer.fail(CallError("The call was ended before it was answered."))
+        if answer.error is not None and self._answers.get(answer.digest) is answer:
+            del self._answers[answer.digest]
+
+    # ---- delivery
+
+    async def leave(self, answer: Answer, *, delivered: bool) -> None:
+        """A follower is done with an answer; ``delivered`` says whether all of it was sent."""
+        answer.followers -= 1
+        if delivered:
+            await self._mark_delivered(answer)
+        elif answer.followers == 0 and not answer.delivered:
+            if not answer.kept and (task := self._tasks.get(answer.call_id)) is not None:
+                # A retry must not join what is being ended.
+                self._forget(answer)
+                task.cancel()
+            elif answer.reply is not None:
+                await self._mark_undelivered(answer)
+
+    async def _mark_delivered(self, answer: Answer) -> None:
+        answer.delivered = True
+        self._forget(answer)
+        if answer.undelivered and answer.reply is not None:
+            answer.undelivered = False
+            self._remember(answer, answer.reply)
+            await self._services.recorder.deliver(answer.call_id, True)
+
+    async def _mark_undelivered(self, answer: Answer) -> None:
+        if not answer.undelivered:
+            answer.undelivered = True
+            self._sessions.forget(answer.call_id)
+            await self._services.recorder.deliver(answer.call_id, False)
+
+    def _remember(self, answer: Answer, reply: Reply) -> None:
+        ids = np.asarray(answer.sample.ids, dtype=np.int32)
+        self._sessions.add(answer.call_id, answer.opening, reply.message, ids, whole=answer.whole)
+
+    def _forget(self, answer: Answer) -> None:
+        if self._answers.get(answer.digest) is answer:
+            del self._answers[answer.digest]
+
+    async def close(self) -> RolloutUse:
+        """End every call; none is admitted any more."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for answer in self._answers.values():
+            if not answer.kept and (task := self._tasks.get(answer.call_id)) is not None:
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=RECORD_S)
+        return self.use
+
+
+async def _close(chunks: AsyncIterator[SampleChunk]) -> None:
+    close = getattr(chunks, "aclose", None)
+    if close is not None:
+        await close()
+
+
+async def _within(seconds: float, work: Awaitable[None], what: str) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        raise DeadlineExceeded(f"Waited {seconds:g} s for {what}.") from None
+
+
+def _call_seed(seed: int, index: int) -> int:
+    """Each call of a rollout samples its own stream, the same one whenever the rollout is run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:6], "big")

@@ -1,0 +1,111 @@
+"""What is told of a growing reply is what the finished reply begins with, however its tokens arrive."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longrein.calls.conversation import Conversation, Message, Tool, same_message
+from longrein.calls.rendering import Renderer
+from longrein.calls.reply import GrowingReply
+from tests.calls.loaded import renderer_of, tokenizer_of
+from tests.calls.properties import examples
+
+BASH = Tool("bash", "Runs a command.", {"type": "object", "properties": {"command": {"type": "string"}}})
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+PIECES = [
+    "Hello ",
+    "🙂é日本",
+    "\n\n",
+    " ",
+    "<",
+    "<tool",
+    "</think>",
+    "<think>\nHm, so.\n</think>\n\n",
+    "a < b > c",
+    CALL,
+    '<tool_call>\n{"name": broken\n</tool_call>',
+    "<tool_call>\n{",
+    "<|im_end|>",
+]
+
+
+@pytest.fixture(scope="module")
+def stands(tiny_directory: Path, qwen3_directory: Path) -> list[tuple[Renderer, Any]]:
+    """Every kind of renderer with its tokenizer."""
+    kinds: list[tuple[Path, dict[str, Any]]] = [
+        (tiny_directory, {}),
+        (tiny_directory, {"tool_format": "hermes"}),
+        (qwen3_directory, {}),
+        (qwen3_directory, {"renderer": "template"}),
+    ]
+    return [(renderer_of(directory, **keys), tokenizer_of(directory)) for directory, keys in kinds]
+
+
+@examples(150)
+@given(data=st.data())
+def test_deltas_add_up_to_the_reply(stands: list[tuple[Renderer, Any]], data: st.DataObject) -> None:
+    renderer, tokenizer = data.draw(st.sampled_from(stands))
+    tools = data.draw(st.sampled_from([(), (BASH,)])) if renderer is not stands[0][0] else ()
+    prompt = renderer.render(Conversation((Message("user", "a"),))).ids.tolist()
+    text = "".join(data.draw(st.lists(st.sampled_from(PIECES), max_size=7)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    end = next((i for i, token in enumerate(ids) if token in renderer.stop_ids), len(ids) - 1)
+    ids = ids[: end + 1]
+    whole = renderer.parse(ids, prompt, tools)
+    growing = GrowingReply(renderer, prompt, tools, (), live=True)
+    deltas = []
+    while ids:
+        size = data.draw(st.integers(1, len(ids)))
+        deltas.append(growing.grow(ids[:size]))
+        ids = ids[size:]
+    message, rest = growing.finish()
+    deltas.append(rest)
+    assert same_message(message, whole)
+    known = [delta for delta in deltas if delta is not None]
+    assert "".join(delta.content for delta in known) == message.content
+    assert "".join(delta.reasoning for delta in known) == (message.reasoning or "")
+    calls = [(delta.first_call + i, call) for delta in known for i, call in enumerate(delta.calls)]
+    assert calls == list(enumerate(message.tool_calls))
+    assert len({call.call_id for call in message.tool_calls}) == len(message.tool_calls)
+    assert "" not in {call.call_id for call in message.tool_calls}
+
+
+def test_text_grows_and_a_call_is_told_when_it_closes(qwen3_directory: Path) -> None:
+    renderer = renderer_of(qwen3_directory)
+    tokenizer = tokenizer_of(qwen3_directory)
+    growing = GrowingReply(renderer, [1], (BASH,), (), live=True)
+    told = [growing.grow([i]) for i in tokenizer.encode(f"I look now.\n{CALL}\n{CALL}<|im_end|>")]
+    assert sum(bool(delta and delta.content) for delta in told) > 2
+    assert [len(delta.calls) for delta in told if delta and delta.calls] == [1, 1]
+    message, rest = growing.finish()
+    assert rest is None
+    assert len(message.tool_calls) == 2
+
+
+def test_a_character_in_pieces_is_told_when_it_is_whole(tiny_directory: Path) -> None:
+    renderer = renderer_of(tiny_directory)
+    tokenizer = tokenizer_of(tiny_directory)
+    growing = GrowingReply(renderer, [1], (), (), live=True)
+    ids = tokenizer.encode("🙂!", add_special_tokens=False)
+    assert len(ids) > 2
+    told = [growing.grow([i]) for i in ids]
+    assert [delta.content for delta in told if delta] == ["🙂", "!"]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_stop_text_ends_the_reply(tiny_directory: Path, live: bool) -> None:
+    renderer = renderer_of(tiny_directory)
+    tokenizer = tokenizer_of(tiny_directory)
+    growing = GrowingReply(renderer, [1], (), ("END", "\nObservation:"), live=live)
+    told = []
+    for i in tokenizer.encode("Thought: É\nObservation: it", add_special_tokens=False):
+        told.append(growing.grow([i]))
+        if growing.cut:
+            break
+    assert growing.cut
+    message, rest = growing.finish()
+    assert message.content == "Thought: É"
+    assert "".join(delta.content for delta in [*told, rest] if delta) == "Thought: É"
