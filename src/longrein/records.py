@@ -57,6 +57,7 @@ class Task:
         env: environment variables of the task's environment.
         profile: how the verifier's number becomes a reward.
         metadata: the free ``[metadata]`` table of ``task.toml``.
+        revision: the catalog's own name for this state of the task, if it gives one.
     """
 
     task_id: str
@@ -69,6 +70,7 @@ class Task:
     env: Mapping[str, str] = field(default_factory=dict)
     profile: RewardProfile = RewardProfile()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    revision: str | None = None
 
 
 class Split(StrEnum):

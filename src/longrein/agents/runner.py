@@ -39,11 +39,13 @@ class Preload:
         python: interpreter of the harness's own environment.
         imports: modules imported before the first fork.
         entry: ``module:function`` called with ``sys.argv`` set to the launch's ``argv``.
+        env: variables the imports need; what differs between rollouts (a key) has no place here.
     """
 
     python: Path
     imports: tuple[str, ...]
     entry: str
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,254 @@
+"""Harness profiles are data: what to install, how to start it, how to point it at the gateway.
+
+A harness lives in an environment of its own in the user's cache, as its makers publish it; longrein's own environment
+and the harness's never mix. A profile plus the configuration's ``harness`` section plus a task give a ``Launch``.
+"""
+
+import difflib
+import fcntl
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from longrein.agents.runner import Launch, Preload
+from longrein.config import HarnessSection
+from longrein.errors import HarnessError
+from longrein.records import Task
+
+COMPLETE = "longrein.json"
+# The sandbox shows these by itself.
+SYSTEM = tuple(Path(path) for path in ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"))
+FIELD = re.compile(r"\{([a-z_]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How one harness is installed and started.
+
+    Attributes:
+        version: pinned version; None where there is nothing to install.
+        pip: requirements of its environment.
+        command: argument list with ``{fields}``; empty where the configuration must give one.
+        env: environment variables, with the same fields.
+        dialect: what it speaks to the gateway.
+        imports, entry: for preloading (see ``runner.Preload``); ``entry`` is None where it cannot be preloaded.
+    """
+
+    name: str
+    version: str | None = None
+    pip: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    dialect: str = "chat"
+    imports: tuple[str, ...] = ()
+    entry: str | None = None
+
+
+@cache
+def profiles() -> Mapping[str, Profile]:
+    """All profiles, by name."""
+    text = importlib.resources.files("longrein.agents").joinpath("harnesses.yaml").read_text(encoding="utf-8")
+    return MappingProxyType({name: _profile(name, tree) for name, tree in yaml.safe_load(text).items()})
+
+
+def profile(name: str) -> Profile:
+    """The profile of that name.
+
+    Raises:
+        HarnessError: there is none; names near misses.
+    """
+    if name in profiles():
+        return profiles()[name]
+    close = difflib.get_close_matches(name, profiles(), n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(profiles())}."
+    raise HarnessError(f"harness.name was given {name!r}, which is no profile. {hint}")
+
+
+def _profile(name: str, tree: Mapping[str, Any]) -> Profile:
+    preload = tree.get("preload", {})
+    return Profile(
+        name=name,
+        version=tree.get("version"),
+        pip=tuple(tree.get("pip", ())),
+        command=tuple(tree.get("command", ())),
+        env=tree.get("env", {}),
+        dialect=tree["dialect"],
+        imports=tuple(preload.get("imports", ())),
+        entry=preload.get("entry"),
+    )
+
+
+def directory(profile: Profile) -> Path:
+    """Where the profile's environment is, or will be."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache_home / "longrein" / "harnesses" / f"{profile.name}-{profile.version}"
+
+
+def installed(profile: Profile) -> Path | None:
+    """The profile's environment, if it is there and complete. None for a profile that installs nothing."""
+    place = directory(profile)
+    try:
+        pins = json.loads((place / COMPLETE).read_text(encoding="utf-8"))["pip"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # The interpreter is a link to the one that made the environment, which may be gone by now.
+    return place if pins == list(profile.pip) and (place / "bin" / "python").exists() else None
+
+
+def install(profile: Profile) -> Path:
+    """Make the profile's environment, unless it is there; returns its directory. May take minutes.
+
+    It is made with the interpreter that runs this. An environment cannot be moved once made, so a file written last
+    tells a complete one; an incomplete one is made again.
+
+    Raises:
+        HarnessError: nothing to install, or the installation failed; ends with the installer's last lines.
+    """
+    if not profile.pip:
+        raise HarnessError(f"Harness {profile.name!r} has nothing to install; its program is named by harness.command.")
+    place = directory(profile)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f".{place.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if installed(profile) is None:
+            if place.exists():
+                shutil.rmtree(place)
+            _run(profile, [sys.executable, "-m", "venv", str(place)])
+            pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            _run(profile, [*pip, *profile.pip])
+            (place / COMPLETE).write_text(json.dumps({"pip": list(profile.pip)}), encoding="utf-8")
+    return place
+
+
+def _run(profile: Profile, command: list[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
+        raise HarnessError(
+            f"Harness {profile.name!r} could not be installed: {' '.join(command)} ended with {done.returncode}:\n"
+            f"{said}"
+        )
+
+
+def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, model: str) -> Launch:
+    """Fill in the command line of ``section``'s harness for one rollout of ``task``.
+
+    Args:
+        base_url: the gateway as the sandbox sees it, without ``/v1``.
+        key: the rollout's own key.
+        model: name of the model to ask for.
+
+    Raises:
+        HarnessError: unknown profile, harness not installed, program or file missing, misspelt ``{field}``.
+    """
+    chosen = profile(section.name)
+    place = installed(chosen)
+    if chosen.pip and place is None:
+        raise HarnessError(
+            f"Harness {chosen.name} {chosen.version} is not installed. Run: longrein harness install {chosen.name}"
+        )
+    fill = _filler(
+        {
+            "instruction": task.instruction,
+            "base_url": base_url,
+            "key": key,
+            "model": model,
+            "workdir": task.workdir,
+            "python": sys.executable,
+        }
+    )
+    program, *arguments = list(section.command or chosen.command) + section.arguments
+    found = _program(fill("harness.command", program), place, section.files)
+    argv = (found, *(fill("harness.command", argument) for argument in arguments))
+    own = section.command is None and section.preload and chosen.entry is not None
+    return Launch(
+        argv=argv,
+        env={name: fill(f"harness.env.{name}", value) for name, value in {**chosen.env, **section.env}.items()},
+        files={target: _content(target, file) for target, file in section.files.items()},
+        preload=Preload(place / "bin" / "python", chosen.imports, chosen.entry)
+        if own and place and chosen.entry
+        else None,
+        readable=_readable(place, None if found in section.files else Path(found)),
+    )
+
+
+def _filler(values: Mapping[str, str]) -> Callable[[str, str], str]:
+    """A function that replaces each ``{field}`` once, in one pass: braces in what is filled in stay as they are.
+
+    Other braces stay too (shell and JSON are full of them), unless they look like a misspelt field.
+    """
+
+    def fill(where: str, text: str) -> str:
+        def replace(match: re.Match[str]) -> str:
+            if match[1] in values:
+                return values[match[1]]
+            close = difflib.get_close_matches(match[1], values, n=1, cutoff=0.8)
+            if close:
+                raise HarnessError(f"{where}: unknown field {match[0]}. Did you mean {{{close[0]}}}?")
+            return match[0]
+
+        return FIELD.sub(replace, text)
+
+    return fill
+
+
+def _program(name: str, place: Path | None, files: Iterable[str]) -> str:
+    """Absolute path of a program: in the harness's environment, on this machine, or among the files put in."""
+    if name in files:
+        return name
+    if place is not None and "/" not in name and os.access(place / "bin" / name, os.X_OK):
+        return str(place / "bin" / name)
+    found = shutil.which(name)
+    if found is None:
+        what = "is not an executable file" if Path(name).exists() else "was not found"
+        raise HarnessError(
+            f"harness.command: the program {name!r} {what}. Give a path beside the configuration (./agent), an "
+            "absolute path, or a program on the PATH; {python} is the interpreter that runs longrein."
+        )
+    return str(Path(found).absolute())
+
+
+def _content(target: str, file: Path) -> bytes:
+    if not target.startswith("/"):
+        raise HarnessError(
+            f"harness.files: {target!r} is not an absolute path in the sandbox, such as '/app/agent.py'."
+        )
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise HarnessError(f"harness.files[{target!r}]: {file} cannot be read ({error.strerror}).") from None
+
+
+def _readable(place: Path | None, program: Path | None) -> tuple[Path, ...]:
+    """What of the host the program needs: its installation, never more (tasks and ledgers may lie beside it)."""
+    needed: list[Path] = []
+    for path in (place and place / "bin" / "python", program):
+        while path is not None:
+            needed.append(_installation(path))
+            path = path.parent / path.readlink() if path.is_symlink() else None
+    kept: list[Path] = []
+    for path in (Path(os.path.normpath(path)) for path in needed):
+        if not any(path.is_relative_to(parent) for parent in (*SYSTEM, *kept)):
+            kept = [*(other for other in kept if not other.is_relative_to(path)), path]
+    return tuple(kept)
+
+
+def _installation(program: Path) -> Path:
+    """The prefix of an installed program (``PREFIX/bin/program`` beside ``PREFIX/lib``); else the file alone."""
+    prefix = program.parent.parent
+    home = Path.home()
+    if program.parent.name == "bin" and (prefix / "lib").is_dir() and not home.is_relative_to(prefix):
+        return prefix
+    return program

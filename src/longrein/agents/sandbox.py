@@ -1,0 +1,301 @@
+"""A bubblewrap sandbox for one trial, seen from the trainer.
+
+Nothing of a sandbox is on disk: its files are in memory, in mounts that only its keeper holds, and the keeper ends
+when its socket to us closes, however we end. So there is nothing to reap after a crash.
+
+What holds inside, as root and as an ordinary user alike: own user (root there, nobody in particular outside), mount,
+pid, network, ipc and host-name namespaces; no capabilities and no way to new ones; the host's system directories
+read-only and nothing else of the host but the harness's own directories; limits on memory and file size of each
+process, on processes, and on everything written.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from longrein.agents import packets
+from longrein.agents.entering import Limits
+from longrein.agents.keeper import OWN_PROCESSES
+from longrein.agents.peer import Peer, Refused, Reply
+from longrein.agents.place import BASE_ENV, Phase, ending
+from longrein.agents.preload import PreloadServers
+from longrein.agents.runner import Launch, Preload
+from longrein.config import RunnerSection
+from longrein.errors import HarnessError, SandboxError, SandboxUnavailable
+
+START_S = 60.0
+MEGABYTE = 1 << 20
+# A file of a verifier or harness larger than this is no evidence anyone reads.
+EVIDENCE_BYTES = 4 * MEGABYTE
+
+
+class Warden:
+    """The process that forks keepers and preload servers; see ``warden.py``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", peer: Peer) -> None:
+        self._process = process
+        self._peer = peer
+
+    @classmethod
+    async def start(cls) -> "Warden":
+        """Raises SandboxUnavailable where this machine does not let us make namespaces."""
+        here, there = packets.pair()
+        process = await asyncio.to_thread(_start_warden, there)
+        there.close()
+        warden = cls(process, Peer(here, "sandbox warden"))
+        try:
+            await warden._peer.ready(START_S)
+        except SandboxError as error:
+            await warden.close()
+            raise SandboxUnavailable(explain(str(error))) from None
+        return warden
+
+    @property
+    def alive(self) -> bool:
+        return self._peer.alive
+
+    async def fork(self, become: Mapping[str, object], name: str, descriptors: Sequence[int] = ()) -> Peer:
+        """A new child of the warden, over a socket of its own."""
+        here, there = packets.pair()
+        with there:
+            try:
+                await self._peer.send(become, [there.fileno(), *descriptors])
+            except SandboxError:
+                here.close()
+                raise
+        return Peer(here, name)
+
+    async def close(self) -> None:
+        self._peer.close()
+        await asyncio.to_thread(self._process.wait)
+
+
+def _start_warden(end: socket.socket) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-B", "-m", "longrein.agents.warden", str(end.fileno())],
+        pass_fds=(end.fileno(),),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**BASE_ENV, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+
+
+def explain(reason: str) -> str:
+    """The paragraph a person needs where sandboxes cannot be made."""
+    return (
+        f"runner.sandbox: bubblewrap cannot be used on this machine: {reason}. It needs the program bwrap (Debian and "
+        "Ubuntu: apt-get install bubblewrap), Linux 5.11 or newer, and leave to make user namespaces: sysctl "
+        "user.max_user_namespaces above 0 and, where they exist, kernel.unprivileged_userns_clone=1 and "
+        "kernel.apparmor_restrict_unprivileged_userns=0; in a container, start it privileged. For code you trust, "
+        "runner.sandbox: none runs harnesses in plain directories, without isolation."
+    )
+
+
+class Sandbox:
+    """One sandbox: a ``Place``."""
+
+    def __init__(self, peer: Peer, section: RunnerSection, preloads: PreloadServers | None) -> None:
+        self._peer = peer
+        self._section = section
+        self._preloads = preloads
+        self._names: list[str] = []
+        self._namespaces: list[int] = []
+
+    @classmethod
+    async def open(
+        cls, warden: Warden, section: RunnerSection, launch: Launch, preloads: PreloadServers | None = None
+    ) -> "Sandbox":
+        """Make one, with the directories of ``launch`` visible. Raises SandboxError."""
+        visible = visible_directories(launch)
+        if preloads is not None and launch.preload is not None:
+            visible = outermost([*visible, *await preloads.directories(launch.preload, visible)])
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SandboxUnavailable(explain("bwrap is not installed"))
+        spec = {
+            "become": "keeper",
+            "disk_mb": section.disk_mb,
+            "visible": [str(path) for path in visible],
+            "bwrap": str(Path(bwrap).resolve()),
+        }
+        sandbox = cls(await warden.fork(spec, "sandbox"), section, preloads)
+        try:
+            await sandbox._peer.ready(START_S)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    def env(self, phase: Phase) -> Mapping[str, str]:
+        """The verifier has a home and a temporary directory of its own: the harness may have left settings in its."""
+        own = "/run/verifier" if phase == "verifier" else None
+        return {**BASE_ENV, "HOME": own or "/root", "TMPDIR": own or "/tmp", "USER": "root"}
+
+    def map(self, text: str) -> str:
+        return text
+
+    async def make(self, path: str) -> None:
+        await self._peer.ask({"do": "make", "path": path})
+
+    async def put(self, path: str, content: bytes | Path, mode: int = 0o644) -> None:
+        """What goes to /tests is kept outside of the harness's reach until the verifier starts."""
+        tests = path.startswith("/tests/")
+        message = {
+            "do": "put",
+            "tree": "tests" if tests else "root",
+            "path": path.removeprefix("/tests") if tests else path,
+            "mode": mode,
+        }
+        source = packets.memory_file(content) if isinstance(content, bytes) else os.open(content, os.O_RDONLY)
+        try:
+            await self._peer.ask(message, [source])
+        finally:
+            os.close(source)
+
+    async def start(self, phase: Phase, port: int | None) -> socket.socket | None:
+        network = phase == "agent" and self._section.network == "host"
+        message = {"do": "start", "phase": phase, "network": network, "port": None if network else port}
+        reply = await self._peer.ask(message)
+        self._names = list(reply.message["namespaces"])
+        self._namespaces = list(reply.descriptors[: len(self._names)])
+        listeners = reply.descriptors[len(self._names) :]
+        return socket.socket(fileno=listeners[0]) if listeners else None
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        stdout: int,
+        stderr: int,
+        preload: Preload | None = None,
+    ) -> str:
+        order = {"argv": list(argv), "env": dict(env), "cwd": cwd, "limits": list(self._limits())}
+        server = self._preloads.get(preload) if self._preloads is not None and preload is not None else None
+        with nowhere() as nothing:
+            stdio = [nothing, stdout, stderr]
+            status = await server.run(order, stdio, self._names, self._namespaces) if server is not None else None
+            if status is None:
+                status = await self._cold(order, stdio)
+        return ending(os.waitstatus_to_exitcode(status))
+
+    async def _cold(self, order: Mapping[str, object], stdio: Sequence[int]) -> int:
+        try:
+            reply = await self._peer.ask({"do": "run", "order": order}, stdio, timeout_s=None)
+        except Refused as error:
+            raise HarnessError(f"cannot be started: {error}") from None
+        return int(reply.message["status"])
+
+    def _limits(self) -> Limits:
+        section = self._section
+        return Limits(section.memory_mb * MEGABYTE, section.processes + OWN_PROCESSES, section.disk_mb * MEGABYTE)
+
+    async def stop(self) -> None:
+        self._release()
+        await self._peer.ask({"do": "stop"})
+
+    async def fetch(self, name: str, to: Path) -> None:
+        reply = await self._peer.ask({"do": "fetch", "path": name})
+        await asyncio.to_thread(_save, reply, to)
+
+    async def close(self) -> None:
+        """The keeper sees its socket close, kills what is left and ends, and the mounts with it."""
+        self._release()
+        with contextlib.suppress(SandboxError):
+            await self._peer.ask({"do": "stop"})
+        await self._peer.end(START_S)
+
+    def _release(self) -> None:
+        for descriptor in self._namespaces:
+            os.close(descriptor)
+        self._namespaces = []
+
+
+def _save(reply: Reply, to: Path) -> None:
+    for name, descriptor in zip(reply.message["names"], reply.descriptors, strict=True):
+        with os.fdopen(descriptor, "rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            target = to / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if size > EVIDENCE_BYTES:
+                target.with_name(target.name + ".omitted").write_text(f"{size} bytes, more than {EVIDENCE_BYTES}\n")
+            else:
+                target.write_bytes(source.read())
+
+
+def visible_directories(launch: Launch) -> list[Path]:
+    """The harness's own directories, with the interpreters that virtual environments among them lean on."""
+    found = list(launch.readable)
+    for directory in launch.readable:
+        found += interpreter_directories(directory)
+    if launch.preload is not None:
+        environment = launch.preload.python.parent.parent
+        found += [environment, *interpreter_directories(environment)]
+    return outermost(path for path in found if path.exists())
+
+
+def interpreter_directories(environment: Path) -> list[Path]:
+    """Where the interpreter of a virtual environment is installed, as ``pyvenv.cfg`` says; none if it is not one."""
+    settings = environment / "pyvenv.cfg"
+    if not settings.is_file():
+        return []
+    pairs = (line.partition("=") for line in settings.read_text().splitlines())
+    homes = [Path(value.strip()).parent for key, _, value in pairs if key.strip() == "home"]
+    return [home for home in homes if home.is_absolute()]
+
+
+def outermost(paths: Iterable[Path]) -> list[Path]:
+    """Without duplicates, without what lies inside another, and without what every sandbox shows anyway."""
+    unique = sorted(set(paths))
+    shown = [Path("/usr"), Path("/etc")]
+    kept: list[Path] = []
+    for path in unique:
+        if not any(path.is_relative_to(other) for other in (*shown, *kept)):
+            kept.append(path)
+    return kept
+
+
+@contextlib.contextmanager
+def nowhere() -> Iterator[int]:
+    """A descriptor that gives nothing to read and takes anything."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+async def check_sandbox(section: RunnerSection) -> str:
+    """Make a small sandbox for real and run a program in it; a line about it.
+
+    Raises:
+        SandboxUnavailable: one paragraph: what is missing, how to enable it, and the alternative.
+    """
+    began = time.monotonic()
+    warden = await Warden.start()
+    try:
+        sandbox = await Sandbox.open(warden, section, Launch(("true",)))
+        try:
+            listener = await sandbox.start("agent", 1)
+            with nowhere() as nothing:
+                ended = await sandbox.run(["true"], sandbox.env("agent"), "/tmp", nothing, nothing)
+            if listener is not None:
+                listener.close()
+        finally:
+            await sandbox.close()
+        if ended != "exited 0":
+            raise SandboxUnavailable(explain(f"the program true {ended}"))
+    except SandboxUnavailable:
+        raise
+    except (SandboxError, HarnessError) as error:
+        raise SandboxUnavailable(explain(str(error))) from None
+    finally:
+        await warden.close()
+    return f"bubblewrap: a sandbox started, ran and was removed in {time.monotonic() - began:.2f} s"

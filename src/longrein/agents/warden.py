@@ -1,0 +1,87 @@
+"""The one process a runner starts: it forks the keepers of sandboxes and the servers that preload harnesses.
+
+Run as ``python -m longrein.agents.warden FD``. It stays small and single-threaded, so that forking it is cheap and
+safe whatever the trainer is doing. As root it gives every sandbox a user of its own; for an ordinary user it first
+becomes root of a user namespace, and sandboxes are nested in it. It ends when its socket's other end closes.
+"""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from longrein.agents import entering, mounts, packets
+from longrein.agents.keeper import Spec, keep
+
+# A range that Linux distributions leave unused; each sandbox takes the next.
+FIRST_UID, UIDS = 60706, 478
+HOME = "/root"
+
+
+def main() -> None:
+    end = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        mounts.private_mounts() if os.geteuid() == 0 else mounts.become_root_of_user_namespace()
+    except OSError as error:
+        packets.send(end, {"id": 0, "error": error.strerror or str(error), "errno": error.errno})
+        return
+    many = _knows(FIRST_UID + UIDS)
+    packets.send(end, {"id": 0})
+    # Children are not waited for; whoever asked for them sees their sockets close.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    number = os.getpid()
+    while (packet := packets.receive(end)) is not None:
+        message, descriptors = packet
+        number += 1
+        if os.fork() == 0:
+            try:
+                end.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                _become(message, descriptors, FIRST_UID + number % UIDS if many else 0)
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _knows(uid: int) -> bool:
+    """Whether this user namespace has such a user (in a container or of an ordinary user it may not)."""
+    ranges = (map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    return any(first <= uid < first + count for first, _, count in ranges)
+
+
+def _become(message: dict[str, Any], descriptors: list[int], uid: int) -> None:
+    if message["become"] == "keeper":
+        spec = Spec(uid, message["disk_mb"], tuple(message["visible"]), message["bwrap"])
+        keep(socket.socket(fileno=descriptors[0]), spec)
+    else:
+        _preload(message, *descriptors)
+
+
+def _preload(message: dict[str, Any], end: int, log: int) -> None:
+    """Become a preload server: no network and an empty home, as in the sandboxes its children will enter."""
+    mounts.private_mounts()
+    entering.unshare(entering.CLONE_NEWNET)
+    _empty_home(message["visible"])
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    for target, descriptor in enumerate((nothing, log, log)):
+        os.dup2(descriptor, target)
+    os.set_inheritable(end, True)
+    os.chdir("/")
+    os.execve(message["argv"][0], [*message["argv"], str(end)], message["env"])
+
+
+def _empty_home(visible: list[str]) -> None:
+    """A harness that reads its user's settings when imported must find none: the sandbox has none."""
+    kept = [(path, os.open(path, os.O_PATH)) for path in visible if Path(path).is_relative_to(HOME)]
+    mounts.mount("home", HOME, "tmpfs", mounts.MS_NOSUID | mounts.MS_NODEV, "mode=700,size=16m")
+    for path, descriptor in kept:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        mounts.mount(f"/proc/self/fd/{descriptor}", path, flags=mounts.MS_BIND | mounts.MS_REC)
+
+
+if __name__ == "__main__":
+    main()
