@@ -1,0 +1,72 @@
+"""Low-rank adapters by PEFT: attached to the module in place, merged into plain weights for whoever serves them.
+
+Invariant: the base weights are never written, so with adapters off the module is the policy training began with.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longrein.config import LoraSection
+from longrein.errors import LearnerError
+
+
+def attach(module: PreTrainedModel, section: LoraSection, seed: int = 0) -> PeftModel:
+    """Put fresh adapters into a module; only they are trained from now on.
+
+    Raises:
+        LearnerError: a target names no layer of this model.
+    """
+    present = {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    unknown = [target for target in section.targets if target not in present]
+    if unknown:
+        raise LearnerError(
+            f"learner.lora.targets: {', '.join(unknown)} name no linear layer of {module.config.model_type!r}. Linear "
+            f"layers here: {', '.join(sorted(present))}."
+        )
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        target_modules=list(section.targets),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(module, config)
+    adapted.eval()
+    return adapted
+
+
+def plain_weights(module: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters that the plain transformers module would have: adapters merged, its own names, shared ones once.
+
+    Weights without an adapter are the module's own memory, not copies.
+    """
+    merged: dict[str, Tensor] = {}
+    layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                continue
+            owner, base, leaf = name.rpartition(".base_layer.")
+            plain = f"{owner}.{leaf}" if base else name
+            merged[plain] = parameter.detach()
+            if base and leaf == "weight":
+                merged[plain] = parameter.detach() + layers[owner].get_delta_weight("default").to(parameter.dtype)
+    return merged
+
+
+@contextmanager
+def without(adapted: PeftModel | None) -> Iterator[None]:
+    """The policy that training began with, for as long as it is entered."""
+    if adapted is None:
+        raise LearnerError("algorithm.kl_coefficient needs learner.lora: the reference is the model without adapters.")
+    with adapted.disable_adapter():
+        yield

@@ -1,0 +1,123 @@
+"""A learner's state on disk: weights as transformers loads them, the adapter as PEFT loads it, and the optimizer."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longrein.errors import LearnerError
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter"
+OPTIMIZER = "optimizer.pt"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.tiktoken",
+)
+
+
+def save_weights(directory: Path, module: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """``model.safetensors`` and ``config.json``."""
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    module.config.save_pretrained(directory)
+    if module.generation_config is not None:
+        module.generation_config.save_pretrained(directory)
+
+
+def load_weights(directory: Path, module: PreTrainedModel) -> None:
+    """Copy ``model.safetensors`` into a module's parameters.
+
+    Raises:
+        LearnerError: a file is missing or damaged, or belongs to another model; nothing is copied then.
+    """
+    found = _read(directory / WEIGHTS)
+    own = dict(module.named_parameters())
+    different = sorted(found.keys() ^ own.keys()) + [
+        name for name in sorted(found.keys() & own.keys()) if found[name].shape != own[name].shape
+    ]
+    if different:
+        raise LearnerError(
+            f"{directory / WEIGHTS} belongs to another model: {len(different)} parameters differ in name or shape, "
+            f"{different[0]} first. Give the model this run began with."
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])
+
+
+def save_adapter(directory: Path, adapted: PeftModel) -> None:
+    """``adapter/adapter_model.safetensors`` and its configuration, for PEFT."""
+    target = directory / ADAPTER
+    target.mkdir()
+    tensors = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(adapted).items()}
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    adapted.peft_config["default"].save_pretrained(target)
+
+
+def load_adapter(directory: Path, adapted: PeftModel) -> None:
+    """Copy an adapter's weights into the module.
+
+    Raises:
+        LearnerError: a file is missing or damaged, or the adapter has other layers or another rank.
+    """
+    file = directory / ADAPTER / "adapter_model.safetensors"
+    found = _read(file)
+    own = get_peft_model_state_dict(adapted)
+    if {name: tensor.shape for name, tensor in found.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        raise LearnerError(
+            f"{file} has other layers or another rank than learner.lora says. Set it as it was when this was saved."
+        )
+    set_peft_model_state_dict(adapted, found)
+
+
+def save_optimizer(directory: Path, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """``optimizer.pt``."""
+    torch.save({"updates": updates, "optimizer": optimizer.state_dict()}, directory / OPTIMIZER)
+
+
+def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer) -> int:
+    """Restore the optimizer; return how many updates were made.
+
+    Raises:
+        LearnerError: the file is missing or damaged, or was written for other parameters.
+    """
+    file = directory / OPTIMIZER
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        rates = [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
+        optimizer.load_state_dict(state["optimizer"])
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise LearnerError(f"{file} cannot be read as this learner's optimizer: {error}") from error
+    # What the configuration says now, not what it said when this was saved.
+    for group, (rate, betas, decay) in zip(optimizer.param_groups, rates, strict=True):
+        group.update(lr=rate, betas=betas, weight_decay=decay)
+    return int(state["updates"])
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """The tokenizer and chat template the model came with, so that what is saved can be served as it is."""
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, directory / file.name)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise LearnerError(f"{file} cannot be read: {error}") from error
+    return tensors

@@ -1,0 +1,35 @@
+"""Tiny models for the learner's tests, made once per process."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longrein.config import AlgorithmSection, LearnerSection
+from longrein.learning.learner import EmbeddedLearner
+from tests.tiny_model import Family, make_tiny_model
+
+
+@functools.cache
+def directory(family: Family = "llama") -> Path:
+    """A saved tiny model, kept until the process ends."""
+    return make_tiny_model(Path(_root().name) / family, family)
+
+
+@functools.cache
+def _root() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="longrein-test-")
+
+
+def model(family: Family = "llama", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A fresh copy with transformers' own attention."""
+    return AutoModelForCausalLM.from_pretrained(directory(family), dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def learner(algorithm: dict[str, Any] | None = None, **config: Any) -> EmbeddedLearner:
+    """A float32 learner on one thread."""
+    section = LearnerSection(**{"precision": "float32", "threads": 1, "learning_rate": 1e-3, **config})
+    return EmbeddedLearner.open(directory(), section, AlgorithmSection(**(algorithm or {})))
