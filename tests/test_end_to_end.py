@@ -1,0 +1,182 @@
+"""A whole run, for real: gateway, harness process, sandbox, verifier, forest, loss, update, publish, report."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longrein.config import load
+from longrein.ledger import Ledger
+from longrein.plan import training_groups
+from longrein.records import Call, Rollout, Split
+from longrein.run import load_tasks
+from tests.workshop import make_workshop, read_metrics
+
+
+def longrein(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "longrein.cli", *map(str, arguments)], capture_output=True, text=True, timeout=240
+    )
+
+
+async def recorded(root: Path, split: Split, steps: int) -> dict[str, list[tuple[Rollout, list[Call]]]]:
+    """Group id → its rollouts with their calls."""
+    ledger = await Ledger.open(root / "run" / "ledger.db")
+    found = {}
+    for step in range(steps + 1):
+        for group in await ledger.groups(split, step):
+            rollouts = await ledger.rollouts(group.group_id)
+            found[group.group_id] = [(rollout, await ledger.calls(rollout.rollout_id)) for rollout in rollouts]
+    await ledger.close()
+    return found
+
+
+async def test_a_run_trains_and_reports(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path)
+    ended = longrein("train", "--config", config)
+    assert ended.returncode == 0, ended.stderr
+    assert "| T=1 |" in ended.stdout and "| greedy |" in ended.stdout
+
+    metrics = read_metrics(tmp_path)
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert all(line["learned"] and line["rollouts"] == 8 and line["calls"] == 16 for line in metrics)
+    found = await recorded(tmp_path, Split.TRAIN, 3)
+    assert len(found) == 6
+    for group, members in found.items():
+        step = int(group[1:6])
+        for rollout, calls in members:
+            assert rollout.valid and rollout.receipt is not None
+            assert [call.cause.value for call in calls] == ["new session", "extended"]
+            first, second = calls
+            spoken = np.concatenate([first.prompt_ids, first.completion_ids])
+            np.testing.assert_array_equal(second.prompt_ids[: len(spoken)], spoken)
+            assert {int(version) for call in calls for version in call.versions} == {step}
+    trained = [line["tokens_trained"] for line in metrics]
+    for step in range(3):
+        groups = [members for group, members in found.items() if int(group[1:6]) == step]
+        assert trained[step] == sum(len(c.completion_ids) for members in groups for _, calls in members for c in calls)
+    # The sampler and the learner agree on the tokens' probabilities: what is published is what is trained.
+    assert all(float(str(line["logprob_difference_max"])) < 1e-3 for line in metrics)
+
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    final = load_file(next((tmp_path / "run" / "checkpoints").glob("step-000003/**/model.safetensors")))
+    assert any(not torch.equal(start[name].float(), final[name].float()) for name in start)
+    assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out tasks" in (tmp_path / "run" / "report.md").read_text()
+
+    again = longrein("train", "--config", config)
+    assert again.returncode == 0, again.stderr
+    assert read_metrics(tmp_path) == metrics
+    assert (await recorded(tmp_path, Split.TRAIN, 3)).keys() == found.keys()
+
+
+async def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=3, groups=2, rollouts=4)
+    command = [sys.executable, "-m", "longrein.cli", "train", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as first:
+        deadline = time.monotonic() + 120
+        # In the middle of the second step: after the first was committed, with rollouts of the next under way.
+        while not read_metrics(tmp_path):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.4)
+        os.kill(first.pid, signal.SIGKILL)
+    before = await recorded(tmp_path, Split.TRAIN, 3)
+    delivered = {
+        call.call_id
+        for members in before.values()
+        for rollout, calls in members
+        for call in calls
+        if rollout.valid and call.delivered
+    }
+
+    ended = longrein("train", "--config", config)
+    assert ended.returncode == 0, ended.stderr
+    assert "going on after step 1" in ended.stderr
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2]
+    after = await recorded(tmp_path, Split.TRAIN, 3)
+    kept = {call.call_id for members in after.values() for rollout, calls in members for call in calls if rollout.valid}
+    assert delivered <= kept
+    for members in after.values():
+        valid = Counter(rollout.index for rollout, _ in members if rollout.valid)
+        assert valid == dict.fromkeys(range(4), 1)
+    resolved = load(config)
+    tasks, _ = load_tasks(resolved)
+    for step in range(3):
+        planned = training_groups(tasks, step, groups=2, rollouts=4, temperature=1.0, seed=0)
+        for want in planned:
+            assert {rollout.task_id for rollout, _ in after[want.group.group_id]} == {want.task.task_id}
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=2)
+    command = [sys.executable, "-m", "longrein.cli", "train", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        deadline = time.monotonic() + 120
+        while not read_metrics(tmp_path):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        assert run.stderr is not None
+        said = run.stderr.read()
+        assert run.wait(timeout=60) == 130, said
+    assert "stopped" in said and "Traceback" not in said
+    ended = longrein("train", "--config", config)
+    assert ended.returncode == 0, ended.stderr
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--set", "model.path=./absent"], ["absent", "model"]),
+        (["--set", "tasks.train=./absent"], ["absent"]),
+        (["--set", "training.stesp=1"], ["training.stesp", "training.steps"]),
+        (["--set", "harness.command=[no-such-program]"], ["no-such-program"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, change: list[str], says: list[str]) -> None:
+    config = make_workshop(tmp_path)
+    ended = longrein("train", "--config", config, *change)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert all(part in ended.stderr for part in says), ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_changed_task_is_refused_on_resume(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=1)
+    assert longrein("train", "--config", config).returncode == 0
+    (tmp_path / "tasks" / "train" / "say-1" / "instruction.md").write_text("Something else.\n")
+    ended = longrein("train", "--config", config, "--set", "training.steps=2")
+    assert ended.returncode == 1
+    assert "tasks.train" in ended.stderr
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path)
+    ended = longrein("train", "--config", config, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    assert "first_step" in ended.stdout and "rollouts_per_step: 8" in ended.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_doctor_prints_one_object(tmp_path: Path) -> None:
+    import json
+
+    config = make_workshop(tmp_path)
+    good = longrein("doctor", "--config", config)
+    assert good.returncode == 0, good.stdout + good.stderr
+    report = json.loads(good.stdout)
+    assert report["ok"] and {"tasks", "model", "template", "sandbox", "harness", "output"} <= report["checks"].keys()
+    bad = longrein("doctor", "--config", config, "--set", "model.path=./absent", "--set", "tasks.train=./gone")
+    checks = json.loads(bad.stdout)["checks"]
+    assert bad.returncode == 1 and not checks["model"]["ok"] and not checks["tasks"]["ok"] and checks["sandbox"]["ok"]

@@ -1,0 +1,61 @@
+"""Task order is a function of seed and step; the report says what was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from longrein.plan import training_groups
+from longrein.records import Task
+from longrein.report import Comparison, Evaluation, draw_curve, table, write_report
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(f"t{i}", Path("/nowhere"), f"sha256:{i}", "do it") for i in range(count)]
+
+
+def names(step: int, seed: int = 0) -> list[str]:
+    wanted = training_groups(tasks(6), step, groups=4, rollouts=2, temperature=1.0, seed=seed)
+    return [want.task.task_id for want in wanted]
+
+
+def test_every_epoch_holds_each_task_once_whatever_the_step_size() -> None:
+    order = [name for step in range(3) for name in names(step)]
+    assert sorted(order[:6]) == sorted(order[6:]) == [f"t{i}" for i in range(6)]
+    assert order[:6] != order[6:]
+
+
+def test_a_step_can_be_planned_without_those_before_it() -> None:
+    assert names(2) == names(2)
+    assert [names(step, seed=1) for step in range(3)] != [names(step, seed=2) for step in range(3)]
+
+
+def evaluation(step: int, *rewards: float) -> Evaluation:
+    return Evaluation(step, "T=1", {f"t{i}": [reward, reward] for i, reward in enumerate(rewards)})
+
+
+def test_the_interval_is_over_tasks() -> None:
+    same = evaluation(0, 0.5, 0.5, 0.5)
+    assert same.interval() == (0.5, 0.5)
+    mixed = evaluation(0, 0.0, 1.0, 0.0, 1.0)
+    low, high = mixed.interval()
+    assert low < mixed.mean == 0.5 < high
+    assert mixed.samples == 8
+
+
+def test_table_report_and_curve(tmp_path: Path) -> None:
+    before, after = evaluation(0, 0.0, 0.5), evaluation(4, 1.0, 1.0)
+    comparison = Comparison("T=1", before, after)
+    assert "| T=1 | 0.25 [0.00, 0.50] | 1.00 [1.00, 1.00] | 2 | 4 / 4 |" in table([comparison])
+    steps = [{"step": step, "reward": 0.2 * step, "seconds": 30.0} for step in range(4)]
+    write_report(tmp_path / "report.md", [comparison], steps)
+    assert "2.0 minutes" in (tmp_path / "report.md").read_text()
+    draw_curve(tmp_path / "curve.png", steps, [before, after])
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+@pytest.mark.parametrize("steps", [[], [{"step": 0, "reward": 0.0, "seconds": 1.0}]])
+def test_a_run_without_held_out_tasks_still_reports(tmp_path: Path, steps: list[dict[str, float]]) -> None:
+    write_report(tmp_path / "report.md", [], steps)
+    draw_curve(tmp_path / "curve.png", steps, [])
+    assert "No held-out tasks" in (tmp_path / "report.md").read_text()
