@@ -142,7 +142,7 @@ class RunnerSection(Section):
     concurrency: int = Field(default=8, ge=1)
     """Rollouts running at once."""
     memory_mb: int = Field(default=2048, ge=16)
-    """Address space of each process in the sandbox."""
+    """Private memory of each process in the sandbox."""
     processes: int = Field(default=128, ge=4)
     """Processes of one sandbox."""
     disk_mb: int = Field(default=512, ge=1)

@@ -5,9 +5,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +104,7 @@ def imports_of(harness: Path) -> int:
 async def test_the_same_confinement_as_a_fresh_start(tmp_path: Path, harness: Path) -> None:
     launch = toy(harness, "probe", warm=preload(harness))
     async with running() as runner:
-        found: dict[str, Mapping[str, object]] = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, one in (("warm", launch), ("again", launch), ("cold", replace(launch, preload=None))):
             trial = make_trial(tmp_path, one, name=name)
             outcome = await runner.run(trial)
@@ -119,8 +119,8 @@ async def test_the_same_confinement_as_a_fresh_start(tmp_path: Path, harness: Pa
     again.pop("import_env")
     fresh.pop("import_env")
     assert warm == again == fresh
-    assert warm["env"]["KEY"] == "secret of this rollout" and "PYTHONPATH" not in warm["env"]  # type: ignore[index]
-    assert warm["status"]["CapEff"] == "0" * 16 and warm["status"]["NoNewPrivs"] == "1"  # type: ignore[index]
+    assert warm["env"]["KEY"] == "secret of this rollout" and "PYTHONPATH" not in warm["env"]
+    assert warm["status"]["CapEff"] == "0" * 16 and warm["status"]["NoNewPrivs"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,12 @@ async def test_time_limit_and_cancellation_hold(tmp_path: Path, harness: Path) -
             await cancelled
         # The warden and the preloaded harness stay, for the next rollout.
         await gone(descendants(os.getpid()) - {*wardens(), *servers()})
+
+
+async def test_with_the_hosts_network_too(tmp_path: Path, harness: Path) -> None:
+    trial = make_trial(tmp_path, toy(harness, "probe", warm=preload(harness)))
+    assert (await run(trial, network="host")).ending == "exited 0"
+    assert json.loads(said(trial))["warm"]
 
 
 def servers() -> list[int]:

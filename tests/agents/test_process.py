@@ -116,7 +116,7 @@ async def test_daemons_are_dead_before_the_tests_arrive(tmp_path: Path) -> None:
             commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
             seen.append([command for command in commands if b"closerange" in command])
 
-        judge = "sleep 0.5; value=0.5; test -e /logs/verifier/reward.txt && value=1; echo $value > /logs/verifier/reward.txt"
+        judge = "sleep 0.5; r=/logs/verifier/reward.txt; value=0.5; test -e $r && value=1; echo $value > $r"
         task = make_task(tmp_path / "task", test=judge)
         outcome = await runner.run(make_trial(tmp_path, python(DAEMON), task, verifying=verifying))
         assert outcome.ending == "exited 0" and seen == [[]]
@@ -217,6 +217,7 @@ async def test_nothing_of_the_host_is_within_reach(tmp_path: Path, monkeypatch: 
     status = dict(line.split(":\t") for line in printed.splitlines() if ":\t" in line)
     assert status == {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1"}
     assert not Path("/usr/planted").exists() and said(trial, "stderr").count("Read-only file system") == 3
+    assert "unshare failed" in said(trial, "stderr") and "mount: /mnt: permission denied" in said(trial, "stderr")
 
 
 async def test_the_harness_is_shown_even_below_a_hidden_home(tmp_path: Path) -> None:
@@ -316,8 +317,9 @@ FROM debian:12
 ENV GREETING=hello NAME="the world"
 WORKDIR /app/work
 COPY word.txt tool.sh ./
+RUN echo "$GREETING $NAME" > built.txt
 COPY --chmod=755 tool.sh /usr/local/bin/tool
-RUN echo "$GREETING $NAME" > built.txt && \\
+RUN test -x /usr/local/bin/tool && \\
     tool >> built.txt
 RUN ["/bin/sh", "-c", "mkdir -p /data && echo made > /data/file"]
 """
@@ -335,17 +337,18 @@ RUN ["/bin/sh", "-c", "mkdir -p /data && echo made > /data/file"]
 @pytest.mark.parametrize(
     ("dockerfile", "words", "retryable"),
     [
-        ("FROM x\nWORKDIR /app\nUSER nobody\n", ("Dockerfile:3", "USER"), False),
-        ("FROM x\nCOPY missing.txt .\n", ("Dockerfile:2", "missing.txt"), False),
-        ("COPY ../tests/test.sh .\n", ("Dockerfile:1", "test.sh"), False),
-        ("RUN echo because >&2; exit 4\n", ("Dockerfile:1", "exited 4", "because"), True),
+        ("FROM x\nWORKDIR /app\nUSER nobody\n", ("Dockerfile:4", "USER"), False),
+        ("FROM x\nCOPY missing.txt .\n", ("Dockerfile:3", "missing.txt"), False),
+        ("COPY ../tests/test.sh .\n", ("Dockerfile:2", "test.sh"), False),
+        ("COPY big.bin .\n", ("/app/big.bin", "No space left"), True),
+        ("RUN echo because >&2; exit 4\n", ("Dockerfile:2", "exited 4", "because"), True),
     ],
 )
 async def test_an_environment_that_cannot_be_built(
     tmp_path: Path, dockerfile: str, words: tuple[str, ...], retryable: bool
 ) -> None:
-    task = make_task(tmp_path / "task", dockerfile=dockerfile)
-    outcome = await run(make_trial(tmp_path, shell(GOOD), task))
+    task = make_task(tmp_path / "task", files={"big.bin": "x" * (9 << 20)}, dockerfile=f"WORKDIR /app\n{dockerfile}")
+    outcome = await run(make_trial(tmp_path, shell(GOOD), task), disk_mb=8)
     assert outcome.failure_class is FailureClass.INFRASTRUCTURE and outcome.retryable is retryable
     assert all(word in outcome.failure for word in words), outcome.failure
 
@@ -381,11 +384,13 @@ async def test_a_killed_keeper_is_an_infrastructure_failure(tmp_path: Path) -> N
         trial = asyncio.create_task(runner.run(make_trial(tmp_path, shell("sleep 1000"))))
         while not any(b"sleep\x001000" in _command(pid) for pid in descendants(os.getpid())):
             await asyncio.sleep(0.02)
-        for pid in descendants(os.getpid()) - alone:
+        family = descendants(os.getpid()) - alone
+        for pid in family:
             if b"longrein.agents.warden" in _command(pid):
                 os.kill(pid, signal.SIGKILL)
         outcome = await trial
         assert outcome.failure_class is FailureClass.INFRASTRUCTURE and outcome.retryable and outcome.receipt is None
+        await gone(family)
         again = await runner.run(make_trial(tmp_path, shell(GOOD)))
         assert again.receipt is not None and again.receipt.reward == 1.0
 

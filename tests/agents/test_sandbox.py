@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from longrein.agents.dockerfile import Command, Copy, Directory, read_environment
+from longrein.agents.keeper import MOST_FILES
 from longrein.agents.output import Output
 from longrein.agents.process import check
 from longrein.agents.relay import MOST_CONNECTIONS, relayed
@@ -18,7 +19,7 @@ from longrein.agents.runner import Launch
 from longrein.agents.sandbox import outermost, visible_directories
 from longrein.config import RunnerSection
 from longrein.errors import SandboxUnavailable, TaskError
-from tests.agents.trials import make_task, make_trial, run, shell
+from tests.agents.trials import make_task, make_trial, run, said, shell
 
 
 def test_visible_directories_bring_their_interpreter_and_no_neighbour(tmp_path: Path) -> None:
@@ -28,7 +29,8 @@ def test_visible_directories_bring_their_interpreter_and_no_neighbour(tmp_path: 
     (environment / "pyvenv.cfg").write_text(f"home = {tmp_path}/python3.11/bin\nversion = 3.11\n")
     launch = Launch(("x",), readable=(environment / "bin", environment, Path("/usr/lib"), tmp_path / "missing"))
     assert visible_directories(launch) == [environment, tmp_path / "python3.11"]
-    assert outermost([Path("/a/b"), Path("/a/bc"), Path("/a/b/c"), Path("/a/b")]) == [Path("/a/b"), Path("/a/bc")]
+    inner = environment / "bin"
+    assert outermost([inner, environment, tmp_path / "python3.11", inner]) == [environment, tmp_path / "python3.11"]
 
 
 def test_a_dockerfile_is_read_as_docker_reads_it(tmp_path: Path) -> None:
@@ -93,6 +95,34 @@ async def test_output_keeps_both_ends(size: int) -> None:
         assert kept == text
     else:
         assert kept == text[:50] + f"\n[{size - 100} bytes omitted]\n".encode() + text[-50:]
+
+
+async def test_evidence_is_bounded_whatever_its_names(tmp_path: Path) -> None:
+    script = """
+    cd /logs/agent; long=$(printf 'n%.0s' $(seq 255)); echo kept > $long; mkdir omitted.txt; echo kept > omitted.txt/in
+    mkdir -p a/b/c/d/e; echo deep > a/b/c/d/e/file; ln -s /etc/passwd link; mkfifo pipe; echo odd > $'\\xff'
+    truncate -s 100G sparse; mkdir zmany; for i in $(seq 100); do echo kept > zmany/$i; done
+    """
+    trial = make_trial(tmp_path, shell(script))
+    assert (await run(trial, disk_mb=200_000)).ending == "exited 0"
+    kept = {str(path.relative_to(trial.evidence / "agent")) for path in (trial.evidence / "agent").rglob("*")}
+    assert {"n" * 255, "omitted.txt", "omitted.txt/in", "zmany/1"} < kept
+    assert not kept & {"link", "pipe", "sparse", "a"} and len(kept) < MOST_FILES + 5
+
+
+async def test_network_host_means_the_hosts_network(tmp_path: Path) -> None:
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        trial = make_trial(tmp_path, shell(f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo connected"))
+        await run(trial, network="host")
+    assert said(trial) == "connected\n"
+
+
+async def test_a_task_without_its_test_says_so(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "task")
+    (task.path / "tests" / "test.sh").unlink()
+    outcome = await run(make_trial(tmp_path, shell("true"), task))
+    assert outcome.failure.startswith("task unusable: ") and "test.sh" in outcome.failure and not outcome.retryable
 
 
 def listener() -> tuple[socket.socket, int]:
@@ -186,7 +216,8 @@ async def test_a_verifiers_python_reads_no_settings_of_the_harness(tmp_path: Pat
     judge = "#!/bin/bash\n/usr/bin/python3 -c pass\necho 0 > /logs/verifier/reward.txt"
     forge = """
     site=$(/usr/bin/python3 -c 'import site; print(site.USER_SITE)'); mkdir -p $site
-    echo 'open("/logs/verifier/reward.txt", "w").write("1"); import os; os.kill(os.getppid(), 9)' > $site/usercustomize.py
+    echo 'open("/logs/verifier/reward.txt", "w").write("1"); import os; os.kill(os.getppid(), 9)' > usercustomize.py
+    mv usercustomize.py $site
     """
     if not Path("/usr/bin/python3").exists():
         pytest.skip("the host has no Python of its own")

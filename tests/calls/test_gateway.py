@@ -74,6 +74,7 @@ def text(words: str) -> dict[str, str]:
 
 async def test_the_sync_client_streams(tiny_directory: Path) -> None:
     async with serving(tiny_directory, "Héllo 🙂 you <b>") as house:
+        house.engine.lines[0].delay_s = 0.03
         key = house.open()
 
         def talk() -> list[Any]:

@@ -55,7 +55,7 @@ def test_deltas_add_up_to_the_reply(stands: list[tuple[Renderer, Any]], data: st
     end = next((i for i, token in enumerate(ids) if token in renderer.stop_ids), len(ids) - 1)
     ids = ids[: end + 1]
     whole = renderer.parse(ids, prompt, tools)
-    growing = GrowingReply(renderer, prompt, tools, (), live=True)
+    growing = GrowingReply(renderer, prompt, tools, (), live=True, pace_s=0)
     deltas = []
     while ids:
         size = data.draw(st.integers(1, len(ids)))
@@ -76,7 +76,7 @@ def test_deltas_add_up_to_the_reply(stands: list[tuple[Renderer, Any]], data: st
 def test_text_grows_and_a_call_is_told_when_it_closes(qwen3_directory: Path) -> None:
     renderer = renderer_of(qwen3_directory)
     tokenizer = tokenizer_of(qwen3_directory)
-    growing = GrowingReply(renderer, [1], (BASH,), (), live=True)
+    growing = GrowingReply(renderer, [1], (BASH,), (), live=True, pace_s=0)
     told = [growing.grow([i]) for i in tokenizer.encode(f"I look now.\n{CALL}\n{CALL}<|im_end|>")]
     assert sum(bool(delta and delta.content) for delta in told) > 2
     assert [len(delta.calls) for delta in told if delta and delta.calls] == [1, 1]
@@ -88,7 +88,7 @@ def test_text_grows_and_a_call_is_told_when_it_closes(qwen3_directory: Path) -> 
 def test_a_character_in_pieces_is_told_when_it_is_whole(tiny_directory: Path) -> None:
     renderer = renderer_of(tiny_directory)
     tokenizer = tokenizer_of(tiny_directory)
-    growing = GrowingReply(renderer, [1], (), (), live=True)
+    growing = GrowingReply(renderer, [1], (), (), live=True, pace_s=0)
     ids = tokenizer.encode("🙂!", add_special_tokens=False)
     assert len(ids) > 2
     told = [growing.grow([i]) for i in ids]
@@ -99,7 +99,7 @@ def test_a_character_in_pieces_is_told_when_it_is_whole(tiny_directory: Path) ->
 def test_a_stop_text_ends_the_reply(tiny_directory: Path, live: bool) -> None:
     renderer = renderer_of(tiny_directory)
     tokenizer = tokenizer_of(tiny_directory)
-    growing = GrowingReply(renderer, [1], (), ("END", "\nObservation:"), live=live)
+    growing = GrowingReply(renderer, [1], (), ("END", "\nObservation:"), live=live, pace_s=0)
     told = []
     for i in tokenizer.encode("Thought: É\nObservation: it", add_special_tokens=False):
         told.append(growing.grow([i]))

@@ -133,7 +133,7 @@ async def test_publishing_needs_a_drained_engine(module: PreTrainedModel, make_e
     ("request_", "words"),
     [
         (SampleRequest(np.empty(0, np.int32), 4), "non-empty"),
-        (SampleRequest(np.array([1.5, 2.0]), 4), "integers"),  # type: ignore[arg-type]
+        (SampleRequest(np.array([1.5, 2.0]), 4), "integers"),
         (SampleRequest(np.array([[1, 2]], np.int32), 4), "non-empty row"),
         (SampleRequest(np.array([1, 99999], np.int32), 4), "the vocabulary has 0 to"),
         (SampleRequest(np.array([-1], np.int32), 4), "reach from -1"),

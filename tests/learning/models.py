@@ -24,9 +24,20 @@ def _root() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="longrein-test-")
 
 
-def model(family: Family = "llama", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A fresh copy with transformers' own attention."""
-    return AutoModelForCausalLM.from_pretrained(directory(family), dtype=dtype, attn_implementation="sdpa").eval()
+def exact_model(family: Family = "llama") -> PreTrainedModel:
+    """A fresh float64 copy with transformers' own attention.
+
+    Its norms are torch's: transformers' compute in float32 whatever their input, which would hide differences.
+    """
+    module = AutoModelForCausalLM.from_pretrained(
+        directory(family), dtype=torch.float64, attn_implementation="sdpa"
+    ).eval()
+    for name, layer in list(module.named_modules()):
+        if type(layer).__name__.endswith("RMSNorm"):
+            norm = torch.nn.RMSNorm(len(layer.weight), layer.variance_epsilon, dtype=torch.float64)
+            norm.load_state_dict(layer.state_dict())
+            module.set_submodule(name, norm)
+    return module
 
 
 def learner(algorithm: dict[str, Any] | None = None, **config: Any) -> EmbeddedLearner:

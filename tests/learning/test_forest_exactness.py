@@ -1,5 +1,6 @@
 """Loss and gradient over the forest are those of separate sequences, however the forest is cut."""
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,11 +23,34 @@ from longrein.learning.passes import ForestPass, Tally
 from longrein.records import Call
 from tests.forest.random_calls import make_call, rollouts
 from tests.learning import separately
-from tests.learning.models import model
+from tests.learning.models import exact_model
 from tests.tiny_model import Family
 
-FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+FEW = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 GRPO = resolve(AlgorithmSection())
+
+
+@functools.cache
+def pair(family: Family = "llama") -> tuple[Any, Any]:
+    """The same model twice: with transformers' attention, and with the forest's."""
+    merged = exact_model(family)
+    use_forest_attention(merged)
+    return exact_model(family), merged
+
+
+@functools.cache
+def adapted_pair() -> tuple[Any, Any]:
+    """The same, with equal adapters that are not zero."""
+    plain, merged = (attach(exact_model(), LoraSection(rank=4, alpha=8.0)) for _ in range(2))
+    use_forest_attention(merged.get_base_model())
+    for adapted in (plain, merged):
+        torch.manual_seed(1)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return plain, merged
 
 
 def over_the_forest(
@@ -74,12 +98,12 @@ def test_loss_and_gradient_are_those_of_separate_sequences(
     family: Family, group: tuple[list[list[Call]], list[float]], budget: int
 ) -> None:
     batch, rewards = group
-    plain = model(family)
+    plain, merged = pair(family)
+    plain.zero_grad()
+    merged.zero_grad()
     expected = separately.loss(plain, batch, rewards, GRPO)
     if expected.requires_grad:
         expected.backward()
-    merged = model(family)
-    use_forest_attention(merged)
     loss = over_the_forest(merged, batch, rewards, budget, GRPO)
     compare(loss, float(expected.detach()), gradients(merged), gradients(plain))
 
@@ -91,24 +115,18 @@ def test_the_same_with_adapters_a_reference_and_entropy(
 ) -> None:
     batch, rewards = group
     algorithm = resolve(AlgorithmSection(kl_coefficient=0.3, entropy_coefficient=0.1))
-    base = model()
-    plain, merged = (attach(model(), LoraSection(rank=4, alpha=8.0)) for _ in range(2))
-    for adapted in (plain, merged):
-        torch.manual_seed(1)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
+    plain, merged = adapted_pair()
+    plain.zero_grad()
+    merged.zero_grad()
 
     def reference(call: Call) -> Tensor:
         with torch.no_grad():
-            return separately.token_logprobs(base, call)
+            return separately.token_logprobs(pair()[0], call)
 
     expected = separately.loss(plain.get_base_model(), batch, rewards, algorithm, reference)
     if expected.requires_grad:
         expected.backward()
-    module = merged.get_base_model()
-    use_forest_attention(module)
-    loss = over_the_forest(module, batch, rewards, budget, algorithm, merged)
+    loss = over_the_forest(merged.get_base_model(), batch, rewards, budget, algorithm, merged)
     compare(loss, float(expected.detach()), gradients(merged), gradients(plain))
 
 
@@ -132,11 +150,9 @@ def test_a_changed_sibling_moves_no_other_log_probability(
 
 
 def known_logprobs(batch: list[list[Call]]) -> dict[str, np.ndarray]:
-    module = model()
-    use_forest_attention(module)
     merged = harvest(batch)
     credit = assign([[0.0] * len(batch)], merged.targets.rollout, GRPO)
-    work = ForestPass(module, torch.float64, GRPO, merged.targets, credit, nullcontext)
+    work = ForestPass(pair()[1], torch.float64, GRPO, merged.targets, credit, nullcontext)
     everything = np.ones(len(merged.targets), bool)
     found = np.zeros(len(merged.targets))
     for part in pack(merged.forest, merged.targets.row, everything, 10_000):
@@ -148,21 +164,21 @@ def known_logprobs(batch: list[list[Call]]) -> dict[str, np.ndarray]:
 def test_long_branches_in_many_tiles_are_exact_too() -> None:
     """Long enough for several tiles, ranges of keys with gaps, and chunks of the head."""
     random = np.random.default_rng(0)
-    trunk = random.integers(0, 500, 150).tolist()
+    trunk = random.integers(0, 400, 150).tolist()
     batch = []
     for number in range(3):
         prompt, calls = trunk, []
         for index, length in enumerate((90, 7, 130)):
-            completion = random.integers(0, 500, length).tolist()
+            completion = random.integers(0, 400, length).tolist()
             calls.append(make_call(prompt, completion, call_id=f"{number}.{index}", logprobs=[-6.0] * length))
-            prompt = [*prompt, *completion, *random.integers(0, 500, 20).tolist()]
+            prompt = [*prompt, *completion, *random.integers(0, 400, 20).tolist()]
         batch.append(calls)
     rewards = [0.0, 1.0, 0.3]
-    plain = model()
+    plain, merged = pair()
+    plain.zero_grad()
     expected = separately.loss(plain, batch, rewards, GRPO)
     expected.backward()
     for budget in (10_000, 500):
-        merged = model()
-        use_forest_attention(merged)
+        merged.zero_grad()
         loss = over_the_forest(merged, batch, rewards, budget, GRPO)
         compare(loss, float(expected.detach()), gradients(merged), gradients(plain))

@@ -10,8 +10,10 @@ Standard library only and Python 3.9 at least: harness interpreters run this fil
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +40,7 @@ NAMESPACES = {
 PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
+START_S = 30.0
 CAPABILITY_VERSION_3 = 0x20080522
 LAST_CAPABILITY = 63
 
@@ -99,6 +102,8 @@ def spawn(
         _outside(namespaces, order, stdio, body, keep, report)
     os.close(report)
     with os.fdopen(troubles, "rb") as pipe:
+        if not select.select([pipe], [], [], START_S)[0]:
+            raise OSError(errno.ETIMEDOUT, f"{order.argv[0]} was not started after {START_S:.0f} s")
         trouble = pipe.read()
     if trouble:
         os.waitpid(pid, 0)

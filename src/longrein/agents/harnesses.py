@@ -177,11 +177,16 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
         argv=argv,
         env={name: fill(f"harness.env.{name}", value) for name, value in {**chosen.env, **section.env}.items()},
         files={target: _content(target, file) for target, file in section.files.items()},
-        preload=Preload(place / "bin" / "python", chosen.imports, chosen.entry)
+        preload=Preload(place / "bin" / "python", chosen.imports, chosen.entry, _fixed({**chosen.env, **section.env}))
         if own and place and chosen.entry
         else None,
         readable=_readable(place, None if found in section.files else Path(found)),
     )
+
+
+def _fixed(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are the same in every rollout: a harness may read them when it is imported."""
+    return {name: value for name, value in env.items() if not FIELD.search(value)}
 
 
 def _filler(values: Mapping[str, str]) -> Callable[[str, str], str]:

@@ -275,7 +275,8 @@ class Keeper:
         _await_ready(monitor)
         with os.fdopen(information) as file:
             holder = json.load(file)["child-pid"]
-        names = entering.NAMESPACES
+        # The host's network namespace is not ours to join, nor do we have to: we never left it.
+        names = [name for name in entering.NAMESPACES if name != "net" or not network]
         return Phase(monitor, holder, {n: os.open(f"/proc/{holder}/ns/{n}", os.O_RDONLY | os.O_CLOEXEC) for n in names})
 
     def _bubblewrap(self, phase: str, network: bool) -> list[str]:

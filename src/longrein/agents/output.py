@@ -5,12 +5,17 @@ faster than SPEED.
 """
 
 import asyncio
+import contextlib
+import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 CHUNK = 1 << 16
 SPEED_BURST, SPEED_PAUSE_S = 1 << 20, 0.01
 DRAIN_S = 5.0
+# Of the files below one directory of /logs.
+EVIDENCE_BYTES = 16 << 20
 
 
 class Output:
@@ -103,3 +108,28 @@ class Captured:
     def close(self) -> None:
         self.stdout.close()
         self.stderr.close()
+
+
+def keep_files(found: Iterable[tuple[str, int]], to: Path) -> None:
+    """Copy open files into ``to`` by relative name, as long as they fit into EVIDENCE_BYTES; closes them.
+
+    Names and sizes are a harness's doing. What does not fit or cannot be written is named in ``omitted.txt``.
+    """
+    room = EVIDENCE_BYTES
+    omitted = []
+    for name, descriptor in found:
+        with os.fdopen(descriptor, "rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            target = to / name
+            try:
+                if size > room:
+                    raise OSError(errno.EFBIG, f"{size} bytes")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read(room))
+                room -= size
+            except OSError as error:
+                omitted.append(f"{name!r}: {error.strerror}\n")
+    if omitted:
+        to.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            (to / "omitted.txt").write_text("".join(omitted))

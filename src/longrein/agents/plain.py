@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from longrein.agents.mounts import regular_files
+from longrein.agents.output import keep_files
 from longrein.agents.place import BASE_ENV, Phase, ending
 from longrein.agents.runner import Preload
 from longrein.config import RunnerSection
@@ -127,11 +128,8 @@ class PlainPlace:
             await asyncio.sleep(0.02)
 
     async def fetch(self, name: str, to: Path) -> None:
-        for inner, descriptor in list(regular_files(self._root / "logs" / name, MOST_FILES)):
-            with os.fdopen(descriptor, "rb") as source:
-                target = to / inner
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(source.read(4 << 20))
+        found = list(regular_files(self._root / "logs" / name, MOST_FILES))
+        await asyncio.to_thread(keep_files, found, to)
 
     async def close(self) -> None:
         await self.stop()

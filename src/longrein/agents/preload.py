@@ -30,7 +30,7 @@ class PreloadServer:
         self.directories = directories
 
     @classmethod
-    async def start(cls, fork: Fork, preload: Preload, visible: Sequence[Path]) -> "PreloadServer":
+    async def start(cls, fork: Fork, preload: Preload, visible: Sequence[Path], network: bool) -> "PreloadServer":
         """Raises SandboxError with what the harness printed if its imports fail."""
         here = Path(__file__).parent
         script = str(here / "preload_server.py")
@@ -40,6 +40,7 @@ class PreloadServer:
             "argv": [str(preload.python), script, preload.entry, *preload.imports],
             "env": {**BASE_ENV, "HOME": "/root", "TMPDIR": "/tmp", "USER": "root", **preload.env},
             "visible": [str(path) for path in (*visible, here)],
+            "network": network,
         }
         peer = await fork(message, "preloaded harness", [printed])
         try:
@@ -77,8 +78,10 @@ class PreloadServer:
 class PreloadServers:
     """The servers of a runner, one for each ``Preload``."""
 
-    def __init__(self, fork: Fork) -> None:
+    def __init__(self, fork: Fork, network: bool) -> None:
+        """``network``: whether sandboxes, and so their harnesses, have the host's network."""
         self._fork = fork
+        self._network = network
         self._servers: dict[Preload, PreloadServer] = {}
         self._starts: dict[Preload, int] = {}
         self._starting = asyncio.Lock()
@@ -103,7 +106,7 @@ class PreloadServers:
         if starts > 1:
             log.warning("the preloaded harness %s died; preloading it again", preload.entry)
         try:
-            self._servers[preload] = await PreloadServer.start(self._fork, preload, visible)
+            self._servers[preload] = await PreloadServer.start(self._fork, preload, visible, self._network)
         except SandboxError as error:
             self._starts[preload] = MOST_STARTS
             log.warning("%s cannot be preloaded, so every rollout imports it: %s", preload.entry, error)

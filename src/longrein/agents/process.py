@@ -72,7 +72,7 @@ class ProcessRunner:
         except SandboxError as error:
             return attempt.failed(f"sandbox failed: {error}", retryable=True)
         except TaskError as error:
-            return attempt.failed(f"environment not understood: {error}")
+            return attempt.failed(f"task unusable: {error}")
         except HarnessError as error:
             return attempt.failed(f"harness {error}")
 
@@ -96,7 +96,7 @@ class ProcessRunner:
                     log.warning("the sandbox warden died; starting another")
                     await self.close()
                 self._warden = await Warden.start()
-                self._preloads = PreloadServers(self._warden.fork)
+                self._preloads = PreloadServers(self._warden.fork, self._section.network == "host")
             return self._warden, self._preloads
 
 
@@ -118,6 +118,7 @@ class _Attempt:
         self._trial = trial
         self._ending = ""
         self._seconds: dict[str, float] = {}
+        self._began = time.monotonic()
 
     def failed(self, failure: str, *, retryable: bool = False) -> Outcome:
         return Outcome(
@@ -130,6 +131,7 @@ class _Attempt:
 
     async def run(self, place: Place) -> Outcome:
         evidence = self._trial.evidence
+        self._seconds["start"] = time.monotonic() - self._began
         await asyncio.to_thread(_fresh, evidence)
         with self._timed("start"):
             environment = await self._prepare(place)
@@ -146,6 +148,10 @@ class _Attempt:
         await place.make(task.workdir)
         building = False
         for step in environment.steps:
+            # What is copied over the host's directories shows from the next phase on.
+            if building and isinstance(step, Copy):
+                await place.stop()
+                building = False
             if isinstance(step, Directory):
                 await place.make(step.path)
             elif isinstance(step, Copy):
@@ -231,6 +237,8 @@ class _Attempt:
                 mode = file.stat().st_mode & 0o777
                 executable = 0o755 if file == tests / "test.sh" else 0
                 await place.put(f"/tests/{file.relative_to(tests).as_posix()}", file, mode | executable)
+        if not (tests / "test.sh").is_file():
+            raise TaskError(f"{tests / 'test.sh'}: is missing; it must judge what the harness left and write a reward.")
         script = place.map("/tests/test.sh")
         with (tests / "test.sh").open("rb") as content:
             return [script] if content.read(2) == b"#!" else ["/bin/sh", script]

@@ -23,7 +23,8 @@ from pathlib import Path
 from longrein.agents import packets
 from longrein.agents.entering import Limits
 from longrein.agents.keeper import OWN_PROCESSES
-from longrein.agents.peer import Peer, Refused, Reply
+from longrein.agents.output import keep_files
+from longrein.agents.peer import Peer, Refused
 from longrein.agents.place import BASE_ENV, Phase, ending
 from longrein.agents.preload import PreloadServers
 from longrein.agents.runner import Launch, Preload
@@ -32,8 +33,6 @@ from longrein.errors import HarnessError, SandboxError, SandboxUnavailable
 
 START_S = 60.0
 MEGABYTE = 1 << 20
-# A file of a verifier or harness larger than this is no evidence anyone reads.
-EVIDENCE_BYTES = 4 * MEGABYTE
 
 
 class Warden:
@@ -46,6 +45,7 @@ class Warden:
     @classmethod
     async def start(cls) -> "Warden":
         """Raises SandboxUnavailable where this machine does not let us make namespaces."""
+        bubblewrap()
         here, there = packets.pair()
         process = await asyncio.to_thread(_start_warden, there)
         there.close()
@@ -87,6 +87,14 @@ def _start_warden(end: socket.socket) -> "subprocess.Popen[bytes]":
     )
 
 
+def bubblewrap() -> str:
+    """Path of the program. Raises SandboxUnavailable."""
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxUnavailable(explain("bwrap is not installed"))
+    return str(Path(found).resolve())
+
+
 def explain(reason: str) -> str:
     """The paragraph a person needs where sandboxes cannot be made."""
     return (
@@ -116,14 +124,14 @@ class Sandbox:
         visible = visible_directories(launch)
         if preloads is not None and launch.preload is not None:
             visible = outermost([*visible, *await preloads.directories(launch.preload, visible)])
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise SandboxUnavailable(explain("bwrap is not installed"))
+        if section.network == "host":
+            # The host's resolver may be configured in a file that lies outside /etc.
+            visible = outermost([*visible, Path("/etc/resolv.conf").resolve()])
         spec = {
             "become": "keeper",
             "disk_mb": section.disk_mb,
             "visible": [str(path) for path in visible],
-            "bwrap": str(Path(bwrap).resolve()),
+            "bwrap": bubblewrap(),
         }
         sandbox = cls(await warden.fork(spec, "sandbox"), section, preloads)
         try:
@@ -156,6 +164,8 @@ class Sandbox:
         source = packets.memory_file(content) if isinstance(content, bytes) else os.open(content, os.O_RDONLY)
         try:
             await self._peer.ask(message, [source])
+        except Refused as error:
+            raise SandboxError(f"{path} could not be written: {error}") from None
         finally:
             os.close(source)
 
@@ -203,7 +213,7 @@ class Sandbox:
 
     async def fetch(self, name: str, to: Path) -> None:
         reply = await self._peer.ask({"do": "fetch", "path": name})
-        await asyncio.to_thread(_save, reply, to)
+        await asyncio.to_thread(keep_files, zip(reply.message["names"], reply.descriptors, strict=True), to)
 
     async def close(self) -> None:
         """The keeper sees its socket close, kills what is left and ends, and the mounts with it."""
@@ -218,18 +228,6 @@ class Sandbox:
         self._namespaces = []
 
 
-def _save(reply: Reply, to: Path) -> None:
-    for name, descriptor in zip(reply.message["names"], reply.descriptors, strict=True):
-        with os.fdopen(descriptor, "rb") as source:
-            size = os.fstat(source.fileno()).st_size
-            target = to / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if size > EVIDENCE_BYTES:
-                target.with_name(target.name + ".omitted").write_text(f"{size} bytes, more than {EVIDENCE_BYTES}\n")
-            else:
-                target.write_bytes(source.read())
-
-
 def visible_directories(launch: Launch) -> list[Path]:
     """The harness's own directories, with the interpreters that virtual environments among them lean on."""
     found = list(launch.readable)
@@ -238,7 +236,7 @@ def visible_directories(launch: Launch) -> list[Path]:
     if launch.preload is not None:
         environment = launch.preload.python.parent.parent
         found += [environment, *interpreter_directories(environment)]
-    return outermost(path for path in found if path.exists())
+    return outermost(found)
 
 
 def interpreter_directories(environment: Path) -> list[Path]:
@@ -252,8 +250,8 @@ def interpreter_directories(environment: Path) -> list[Path]:
 
 
 def outermost(paths: Iterable[Path]) -> list[Path]:
-    """Without duplicates, without what lies inside another, and without what every sandbox shows anyway."""
-    unique = sorted(set(paths))
+    """Those that exist and do not lie inside another or inside what every sandbox shows anyway."""
+    unique = sorted(path for path in set(paths) if path.exists())
     shown = [Path("/usr"), Path("/etc")]
     kept: list[Path] = []
     for path in unique:

@@ -62,9 +62,10 @@ def _become(message: dict[str, Any], descriptors: list[int], uid: int) -> None:
 
 
 def _preload(message: dict[str, Any], end: int, log: int) -> None:
-    """Become a preload server: no network and an empty home, as in the sandboxes its children will enter."""
+    """Become a preload server: network and home are as in the sandboxes that its children will enter."""
     mounts.private_mounts()
-    entering.unshare(entering.CLONE_NEWNET)
+    if not message["network"]:
+        entering.unshare(entering.CLONE_NEWNET)
     _empty_home(message["visible"])
     nothing = os.open("/dev/null", os.O_RDONLY)
     for target, descriptor in enumerate((nothing, log, log)):

@@ -4,7 +4,9 @@ A tool call that cannot be read is text as the model wrote it: nothing is repair
 was sent of a growing reply is what the finished reply begins with.
 """
 
+import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,10 +43,18 @@ class GrowingReply:
     Args:
         live: whether deltas are wanted; without, the reply is read once, when it is whole.
         stop: texts that end the reply.
+        pace_s: least seconds between two deltas; no harness reads faster.
     """
 
     def __init__(
-        self, renderer: "Renderer", prompt_ids: list[int], tools: Sequence[Tool], stop: Sequence[str], *, live: bool
+        self,
+        renderer: "Renderer",
+        prompt_ids: list[int],
+        tools: Sequence[Tool],
+        stop: Sequence[str],
+        *,
+        live: bool,
+        pace_s: float = 0.02,
     ) -> None:
         self._renderer = renderer
         self._prompt_ids = prompt_ids
@@ -53,6 +63,8 @@ class GrowingReply:
         self._live = live and renderer.incremental
         self._ids: list[int] = []
         self._read = 0
+        self._read_at = -math.inf
+        self._pace_s = pace_s
         self._sent = Message("assistant", "", reasoning="")
         self.cut = False
 
@@ -63,10 +75,9 @@ class GrowingReply:
         """
         self._ids += ids
         self.cut = bool(self._stop) and self._has_stop(len(ids))
-        # Reading the whole text each time would cost the square of its length; a 32nd more at a time costs little.
-        if not self._live or self.cut or len(self._ids) - self._read < max(1, len(self._ids) // 32):
+        if not self._live or self.cut or not self._due():
             return None
-        self._read = len(self._ids)
+        self._read, self._read_at = len(self._ids), time.monotonic()
         message = self._parse(final=False)
         return self._delta(
             replace(message, content=self._beyond_doubt(message.content), reasoning=_settled(message.reasoning or ""))
@@ -85,6 +96,11 @@ class GrowingReply:
         if not (message.reasoning or "").startswith(self._sent.reasoning or ""):
             message = replace(message, reasoning=self._sent.reasoning)
         return message, self._delta(message)
+
+    def _due(self) -> bool:
+        # Reading the whole text each time would cost the square of its length; a 32nd more at a time costs little.
+        enough = len(self._ids) - self._read >= max(1, len(self._ids) // 32)
+        return enough and time.monotonic() - self._read_at >= self._pace_s
 
     def _parse(self, *, final: bool) -> Message:
         return self._renderer.parse(self._ids, self._prompt_ids, self._tools, final=final)

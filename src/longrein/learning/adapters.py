@@ -3,6 +3,7 @@
 Invariant: the base weights are never written, so with adapters off the module is the policy training began with.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,9 @@ def attach(module: PreTrainedModel, section: LoraSection, seed: int = 0) -> Peft
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing")
         torch.manual_seed(seed)
         adapted = get_peft_model(module, config)
     adapted.eval()

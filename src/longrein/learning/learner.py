@@ -316,7 +316,7 @@ def _report(
         groups=credit.groups,
         groups_with_contrast=credit.groups_with_contrast,
         logprob_difference_mean=float(apart.mean()),
-        logprob_difference_p99=float(np.quantile(apart, 0.99)),
+        logprob_difference_p99=float(np.quantile(apart, 0.99, method="higher")),
         logprob_difference_max=float(apart.max()),
         ratio_outside=float(((ratio < 0.8) | (ratio > 1.2)).sum() / some),
         importance_cut=float((ratio > cut).sum() / some) if cut is not None else 0.0,

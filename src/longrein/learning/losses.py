@@ -35,13 +35,13 @@ def rollout_weights(
     Returns:
         (R,) float64; 0 for a rollout without tokens.
     """
-    rollouts, some = len(tokens), np.maximum(tokens, 1)
+    rollouts, some = max(len(tokens), 1), np.maximum(tokens, 1)
     if normalization == "rollout_mean":
         weights = 1 / (rollouts * some)
     elif normalization == "token_mean":
-        weights = np.full(rollouts, 1 / max(int(tokens.sum()), 1))
+        weights = np.full(len(tokens), 1 / max(int(tokens.sum()), 1))
     else:
-        weights = np.full(rollouts, 1 / (rollouts * constant_length))
+        weights = np.full(len(tokens), 1 / (rollouts * constant_length))
     return np.where(tokens > 0, weights, 0.0)
 
 
