@@ -49,7 +49,7 @@ e2e: $(VENV)/.installed
 	$(BIN)/python -m pytest -q tests/test_end_to_end.py
 
 bench: $(VENV)/.demo
-	for part in engine learner gateway; do $(BIN)/python bench/$$part.py || exit 1; done
+	for part in engine learner gateway; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/$$part.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info

@@ -76,9 +76,10 @@ class Nowhere(Recorder):
 
 @dataclass
 class Times:
-    """Seconds of one session's last turn."""
+    """Seconds of one session's last turn; ``cpu`` is this process's, client and gateway together."""
 
     through: float
+    cpu: float
     direct: float
     tokenising: float
 
@@ -91,18 +92,18 @@ async def session(http: httpx.AsyncClient, engine: InstantEngine, turns: int, *,
     """A whole session; the times of its last turn."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Tidy this directory up."}]
     new = SYSTEM
-    through = 0.0
+    through = cpu = 0.0
     for turn in range(turns):
         engine.prepare(turn)
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         reply = await http.post("/v1/chat/completions", json={"model": "m", "messages": messages, "stream": stream})
-        through = time.perf_counter() - began
+        through, cpu = time.perf_counter() - began, time.process_time() - busy
         reply.raise_for_status()
         if turn < turns - 1:
             new = OBSERVATION.format(turn=turn, lines=LINES)
             said = REPLY.format(turn=turn)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": new}]
-    return Times(through, await _direct(engine), _tokenising(engine.tokenizer, new))
+    return Times(through, cpu, await _direct(engine), _tokenising(engine.tokenizer, new))
 
 
 async def _direct(engine: InstantEngine) -> float:
@@ -158,7 +159,12 @@ async def _add(ledger: Ledger, rollout_id: str) -> None:
 
 
 def row(name: str, times: list[Times]) -> str:
-    columns = [[t.through for t in times], [t.direct for t in times], [t.tokenising for t in times]]
+    columns = [
+        [t.through for t in times],
+        [t.cpu for t in times],
+        [t.direct for t in times],
+        [t.tokenising for t in times],
+    ]
     cells = [f"{statistics.median(column) * 1e3:.2f}" for column in columns]
     added = sorted(t.added * 1e3 for t in times)
     spread = f"{added[len(added) // 10]:.2f}-{added[-1 - len(added) // 10]:.2f}"
@@ -181,8 +187,10 @@ async def main() -> None:
         print(
             f"{renderer.describe()}; {given.sessions} sessions of {given.turns} turns; milliseconds of the last turn\n"
         )
-        print("| recording, reply | through the gateway | engine seam | tokenising | added, median | 10-90 % |")
-        print("|---|---|---|---|---|---|")
+        print(
+            "| recording, reply | through the gateway | of it CPU | engine seam | tokenising | added, median | 10-90% |"
+        )
+        print("|---|---|---|---|---|---|---|")
         for name, recorder, durable in (("none", Nowhere(), None), ("ledger", ledger, ledger)):
             for stream in (False, True):
                 times = await measure(renderer, engine, recorder, durable, given.sessions, given.turns, stream=stream)
