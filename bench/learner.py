@@ -117,12 +117,13 @@ def run_forest(module: PreTrainedModel, rollouts: list[list[Call]], precision: t
     return total_tokens(parts)
 
 
-def seconds(module: PreTrainedModel, implementation: str, work: Callable[[], object]) -> float:
+def seconds(module: PreTrainedModel, implementation: str, work: Callable[[], object]) -> tuple[float, float]:
+    """Wall and processor seconds."""
     module.set_attn_implementation(implementation)
     module.zero_grad()
-    began = time.perf_counter()
+    wall, processor = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
 def peak() -> float:
