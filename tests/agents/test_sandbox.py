@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from longrein.agents import warden
 from longrein.agents.dockerfile import Command, Copy, Directory, read_environment
 from longrein.agents.keeper import MOST_FILES
 from longrein.agents.output import Output
@@ -224,3 +225,15 @@ async def test_a_verifiers_python_reads_no_settings_of_the_harness(tmp_path: Pat
     trial = make_trial(tmp_path, shell(forge), make_task(tmp_path / "task", test=judge))
     outcome = await run(trial)
     assert outcome.receipt is not None and outcome.receipt.raw == 0.0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user has one user for all sandboxes")
+def test_no_two_sandboxes_have_the_same_user() -> None:
+    first, held = warden._free_user(0)
+    second, also_held = warden._free_user(0)
+    assert first != second
+    held.close()
+    again, held = warden._free_user(0)
+    assert again == first
+    held.close()
+    also_held.close()

@@ -5,6 +5,7 @@ safe whatever the trainer is doing. As root it gives every sandbox a user of its
 becomes root of a user namespace, and sandboxes are nested in it. It ends when its socket's other end closes.
 """
 
+import errno
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from typing import Any
 from longrein.agents import entering, mounts, packets
 from longrein.agents.keeper import Spec, keep
 
-# A range that Linux distributions leave unused; each sandbox takes the next.
+# A range that Linux distributions leave unused; each sandbox takes the next that no other sandbox has.
 FIRST_UID, UIDS = 60706, 478
 HOME = "/root"
 
@@ -40,7 +41,7 @@ def main() -> None:
                 end.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
-                _become(message, descriptors, FIRST_UID + number % UIDS if many else 0)
+                _become(message, descriptors, number if many else None)
             finally:
                 os._exit(1)
         for descriptor in descriptors:
@@ -53,12 +54,33 @@ def _knows(uid: int) -> bool:
     return any(first <= uid < first + count for first, _, count in ranges)
 
 
-def _become(message: dict[str, Any], descriptors: list[int], uid: int) -> None:
-    if message["become"] == "keeper":
-        spec = Spec(uid, message["disk_mb"], tuple(message["visible"]), message["bwrap"])
-        keep(socket.socket(fileno=descriptors[0]), spec)
-    else:
+def _become(message: dict[str, Any], descriptors: list[int], number: int | None) -> None:
+    """``number`` says where to look for a free user; None takes root, the only one there is."""
+    if message["become"] != "keeper":
         _preload(message, *descriptors)
+        return
+    uid, held = (0, None) if number is None else _free_user(number)
+    spec = Spec(uid, message["disk_mb"], tuple(message["visible"]), message["bwrap"])
+    keep(socket.socket(fileno=descriptors[0]), spec)
+    del held
+
+
+def _free_user(number: int) -> tuple[int, socket.socket]:
+    """A user that no other sandbox of this machine has, and what holds it while the keeper lives.
+
+    Two sandboxes with one user would share its process limit. The name of an abstract socket is taken once, by
+    whichever runner asks first, and free again when the keeper ends, however it ends.
+    """
+    for place in range(UIDS):
+        uid = FIRST_UID + (number + place) % UIDS
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            held.bind(f"\0longrein-user-{uid}")
+        except OSError:
+            held.close()
+            continue
+        return uid, held
+    raise OSError(errno.EAGAIN, f"all {UIDS} users for sandboxes are taken")
 
 
 def _preload(message: dict[str, Any], end: int, log: int) -> None:
