@@ -149,7 +149,7 @@ def main() -> None:
     use_forest_attention(module)
     rollouts = make_rollouts(arguments, module.get_input_embeddings().weight.shape[0])
     calls, whole = row_per_call(rollouts), row_per_rollout(rollouts)
-    taken: dict[str, list[float]] = {"forest": [], "rollouts": [], "calls": []}
+    taken: dict[str, list[tuple[float, float]]] = {"forest": [], "rollouts": [], "calls": []}
     computed, most = 0, 0.0
     with threads(arguments.threads):
         precision = choose_precision(module, arguments.precision)
@@ -165,7 +165,7 @@ def main() -> None:
             taken["rollouts"].append(seconds(module, "sdpa", lambda: run_rows(module, whole, precision)))
             taken["calls"].append(seconds(module, "sdpa", lambda: run_rows(module, calls, precision)))
 
-    median = {name: statistics.median(values) for name, values in taken.items()}
+    median = {name: statistics.median(wall for wall, _ in values) for name, values in taken.items()}
     cells = [
         f"{arguments.rollouts} rollouts × {arguments.calls} calls, prompt {arguments.prompt}, "
         f"{arguments.sampled} sampled + {arguments.observed} observed",
