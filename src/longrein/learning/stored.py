@@ -1,5 +1,6 @@
 """A learner's state on disk: weights as transformers loads them, the adapter as PEFT loads it, and the optimizer."""
 
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,7 +100,7 @@ def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer) -> int:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         rates = [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise LearnerError(f"{file} cannot be read as this learner's optimizer: {error}") from error
     # What the configuration says now, not what it said when this was saved.
     for group, (rate, betas, decay) in zip(optimizer.param_groups, rates, strict=True):
