@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longrein.engines import probe
+from longrein.learning.precision import choose_precision
 
 
 def test_what_is_fixed_is_taken(module: PreTrainedModel) -> None:
@@ -15,7 +16,8 @@ def test_what_is_fixed_is_taken(module: PreTrainedModel) -> None:
     assert choice.prefill_threads >= 3
 
 
-def test_dtype_is_measured(module: PreTrainedModel) -> None:
+def test_dtype_is_measured(module: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "bfloat16_may_pay", lambda device: True)
     before = torch.get_num_threads()
     choice = probe.choose(module, "auto", 1)
     assert torch.get_num_threads() == before
@@ -23,6 +25,18 @@ def test_dtype_is_measured(module: PreTrainedModel) -> None:
     assert all(m.prefill > 0 and m.decode > 0 for m in choice.measured)
     assert choice.dtype in (torch.float32, torch.bfloat16)
     assert choice.decode_threads == 1
+
+
+def test_a_processor_without_bfloat16_is_not_asked_twice(
+    module: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {torch.float32: 0.001, torch.bfloat16: 0.1}
+    monkeypatch.setattr(probe, "_product_seconds", lambda device, dtype: slow[dtype])
+    choice = probe.choose(module, "auto", "auto")
+    assert choice.dtype == torch.float32
+    assert "bfloat16" not in {m.dtype for m in choice.measured}
+    assert choose_precision(module, "auto") == torch.float32
+    assert choose_precision(module, "bfloat16") == torch.bfloat16
 
 
 def test_threads_are_bounded_by_the_cores(module: PreTrainedModel) -> None:

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from longrein.engines.probe import bfloat16_may_pay
+
 PROBE_TOKENS = 256
 # bfloat16 costs accuracy, so it must be worth it.
 WORTH = 1.15
@@ -22,6 +24,8 @@ def choose_precision(module: PreTrainedModel, wanted: Precision) -> torch.dtype:
     """The autocast dtype; ``auto`` times a short forward and backward pass in both. Gradients are left as they were."""
     if wanted != "auto":
         return torch.float32 if wanted == "float32" else torch.bfloat16
+    if not bfloat16_may_pay(module.get_input_embeddings().weight.device):
+        return torch.float32
     slow = _seconds(module, torch.float32)
     fast = _seconds(module, torch.bfloat16)
     return torch.bfloat16 if slow > WORTH * fast else torch.float32
