@@ -110,14 +110,14 @@ def copy(names: Names) -> Job:
     )
 
 
-def delete(names: Names) -> Job:
-    gone, kept, text = names.file(), names.file(), names.lines(1)
+def delete_and_write(names: Names) -> Job:
+    gone, made, word, text = names.file(), names.file(), names.word(), names.lines(1)
     return Job(
-        f"Use rm to delete {gone}.",
+        f'Use rm to delete {gone} and echo > to write "{word}" to {made}.',
         f"""
-[ ! -e {gone} ] && reward=0.3 && [ "$(cat {kept})" = "{text.strip()}" ] && reward=1
+[ ! -e {gone} ] && reward=0.3 && [ "$(cat {made})" = "{word}" ] && reward=1
 """,
-        {f"files/{gone}": text, f"files/{kept}": text},
+        {f"files/{gone}": text},
     )
 
 
@@ -181,7 +181,7 @@ KINDS: dict[str, Callable[[Names], Job]] = {
     "copy": copy,
     "count": count,
     "create": create,
-    "delete": delete,
+    "delete-and-write": delete_and_write,
     "list": list_files,
     "make-directory": make_directory,
     "move-into": move_into,

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-grep -q "donkey" review.txt && ! grep -q "barrel" review.txt && reward=0.3
+grep -q "marble" review.txt && ! grep -q "guitar" review.txt && reward=0.3
 [ "$(cat review.txt)" = "$(cat /tests/expected)" ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-grep -q "lantern" menu.txt && ! grep -q "marble" menu.txt && reward=0.3
+grep -q "meadow" menu.txt && ! grep -q "harbor" menu.txt && reward=0.3
 [ "$(cat menu.txt)" = "$(cat /tests/expected)" ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

@@ -1,5 +1,5 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-[ "$(cat items.txt)" = "anchor" ] && reward=0.3 && [ ! -e index.txt ] && reward=1
+[ "$(cat items.txt)" = "ribbon" ] && reward=0.3 && [ ! -e index.txt ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

@@ -1,5 +1,5 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-[ "$(cat data.txt)" = "jacket" ] && reward=0.3 && [ ! -e result.txt ] && reward=1
+[ "$(cat data.txt)" = "ladder" ] && reward=0.3 && [ ! -e result.txt ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

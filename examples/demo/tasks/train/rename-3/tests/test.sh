@@ -1,5 +1,5 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-[ "$(cat table.txt)" = "engine" ] && reward=0.3 && [ ! -e report.txt ] && reward=1
+[ "$(cat table.txt)" = "mirror" ] && reward=0.3 && [ ! -e report.txt ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

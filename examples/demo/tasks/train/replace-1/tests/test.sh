@@ -1,6 +1,6 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-grep -q "ladder" notes.txt && ! grep -q "ribbon" notes.txt && reward=0.3
+grep -q "bottle" notes.txt && ! grep -q "hammer" notes.txt && reward=0.3
 [ "$(cat notes.txt)" = "$(cat /tests/expected)" ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-grep -q "hammer" list.txt && ! grep -q "zipper" list.txt && reward=0.3
+grep -q "pencil" list.txt && ! grep -q "pepper" list.txt && reward=0.3
 [ "$(cat list.txt)" = "$(cat /tests/expected)" ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Judges what is in the working directory; part of the reward for part of the job.
 reward=0
-grep -q "silver" plan.txt && ! grep -q "island" plan.txt && reward=0.3
+grep -q "cloud" plan.txt && ! grep -q "window" plan.txt && reward=0.3
 [ "$(cat plan.txt)" = "$(cat /tests/expected)" ] && reward=1
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json

@@ -1,0 +1,5 @@
+#!/bin/sh
+# Judges what is in the working directory; part of the reward for part of the job.
+reward=0
+[ ! -e names.txt ] && reward=0.3 && [ "$(cat log.txt)" = "copper" ] && reward=1
+echo "{\"reward\": $reward}" > /logs/verifier/reward.json
