@@ -203,7 +203,7 @@ def write(job: Job, directory: Path) -> None:
     """One Harbor-format task directory."""
     has_files = any(name.startswith("files/") for name in job.files)
     contents = {
-        "task.toml": 'schema_version = "1.4"\n\n[agent]\ntimeout_sec = 60\n\n[verifier]\ntimeout_sec = 20\n',
+        "task.toml": 'schema_version = "1.4"\n\n[agent]\ntimeout_sec = 300\n\n[verifier]\ntimeout_sec = 20\n',
         "instruction.md": job.instruction + "\n",
         "environment/Dockerfile": "FROM debian:stable-slim\nWORKDIR /app\n"
         + ("COPY files /app\n" if has_files else ""),
