@@ -24,7 +24,7 @@ from longrein.records import Call, Cause, FailureClass, Group, Receipt, Rollout,
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 create table if not exists meta (key text primary key, value text not null);
@@ -40,7 +40,7 @@ create table if not exists calls (
     dialect text not null, request text not null, reply text not null, prompt_ids blob not null,
     completion_ids blob not null, logprobs blob not null, versions blob not null, temperature real not null,
     policy text not null, finish_reason text not null, cause text not null, parent_id text,
-    delivered integer not null, started_at real not null, ended_at real not null);
+    delivered integer not null, train integer not null, started_at real not null, ended_at real not null);
 create table if not exists steps (
     step integer primary key, version integer not null, metrics text not null, committed_at real not null);
 create index if not exists groups_by_step on groups (split, step);
@@ -56,7 +56,7 @@ LEGAL_MOVES: Mapping[RolloutState, frozenset[RolloutState]] = {
 
 CALL_COLUMNS = (
     "call_id, rollout_id, idx, agent, dialect, request, reply, prompt_ids, completion_ids, logprobs, versions, "
-    "temperature, policy, finish_reason, cause, parent_id, delivered, started_at, ended_at"
+    "temperature, policy, finish_reason, cause, parent_id, delivered, train, started_at, ended_at"
 )
 
 
@@ -218,7 +218,7 @@ class Ledger:
         """Record a call. It is durable when this returns."""
         values = await asyncio.to_thread(_call_row, call)
         try:
-            await self._execute(f"insert into calls values ({', '.join('?' * 19)})", values)
+            await self._execute(f"insert into calls values ({', '.join('?' * 20)})", values)
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"call {call.call_id} cannot be recorded: {error}") from None
 
@@ -337,6 +337,7 @@ def _call_row(call: Call) -> tuple[Any, ...]:
         call.cause.value,
         call.parent_id,
         int(call.delivered),
+        int(call.train),
         call.started_at,
         call.ended_at,
     )
@@ -361,8 +362,9 @@ def _call(row: tuple[Any, ...]) -> Call:
         cause=Cause(row[14]),
         parent_id=row[15],
         delivered=bool(row[16]),
-        started_at=row[17],
-        ended_at=row[18],
+        train=bool(row[17]),
+        started_at=row[18],
+        ended_at=row[19],
     )
 
 

@@ -176,6 +176,7 @@ class Call:
         parent_id: the recorded call whose tokens this one continues, if any.
         cause: why it continues them, or why not.
         delivered: whether the reply reached the harness; only delivered calls are trainable.
+        train: whether the agent that made the call is trained.
     """
 
     call_id: str
@@ -195,5 +196,6 @@ class Call:
     cause: Cause
     parent_id: str | None = None
     delivered: bool = True
+    train: bool = True
     started_at: float = 0.0
     ended_at: float = 0.0

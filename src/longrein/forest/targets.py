@@ -57,8 +57,10 @@ class Harvest:
 
 
 def trainable(call: Call) -> bool:
-    """Whether the policy is to learn from this call: its reply was delivered, and something was sampled."""
-    return call.delivered and len(call.completion_ids) > 0
+    """Whether the policy is to learn from this call: its agent is trained, its reply was delivered, and something was
+    sampled.
+    """
+    return call.train and call.delivered and len(call.completion_ids) > 0
 
 
 def harvest(rollouts: Sequence[Sequence[Call]]) -> Harvest:
