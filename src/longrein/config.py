@@ -5,6 +5,7 @@ relative paths resolve against the file's own directory; nothing is silently ign
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -176,6 +177,42 @@ class GatewaySection(Section):
     """Seconds the gate waits for calls in flight."""
 
 
+class AgentRule(Section):
+    """Which calls of a harness are one agent's: those for which everything given here holds."""
+
+    name: str = Field(min_length=1)
+    train: bool = True
+    """Whether the policy learns from them."""
+    model: str | None = None
+    """Regular expression on the model's name."""
+    headers: dict[str, str] = {}
+    """Header name → regular expression on its value."""
+    system: str | None = None
+    """Regular expression on the system messages (one of them)."""
+    user: str | None = None
+    """Regular expression on the last user message."""
+    tools: bool | None = None
+    """Whether tools are declared."""
+
+    @model_validator(mode="after")
+    def _compiles(self) -> "AgentRule":
+        for pattern in (self.model, self.system, self.user, *self.headers.values()):
+            try:
+                re.compile(pattern or "")
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
+        return self
+
+
+class AgentsSection(Section):
+    """The roles inside a harness."""
+
+    rules: list[AgentRule] = []
+    """The first that matches names a call's agent; a call that none matches is ``main``'s, and trained."""
+    known: bool = True
+    """Add the ready-made rules for known harnesses: sub-agents, summaries, and side calls that are not trained."""
+
+
 class SamplingSection(Section):
     """How the policy samples in training. The harness's own wishes are recorded, not followed."""
 
@@ -288,6 +325,7 @@ class Config(Section):
     harness: HarnessSection
     runner: RunnerSection = RunnerSection()
     gateway: GatewaySection = GatewaySection()
+    agents: AgentsSection = AgentsSection()
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     training: TrainingSection = TrainingSection()

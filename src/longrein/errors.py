@@ -97,10 +97,23 @@ class UnknownKey(CallError):
 
 
 class ContextLengthExceeded(CallError):
-    """The prompt does not fit the model's context."""
+    """The prompt does not fit the model's context.
+
+    Attributes:
+        tokens, limit: of the prompt, and of prompt and reply together.
+    """
 
     status = 400
     code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "
+            "tokens. Please reduce the length of the messages.",
+            param="messages",
+        )
+        self.tokens = tokens
+        self.limit = limit
 
 
 class CapExceeded(CallError):

@@ -99,7 +99,13 @@ async def opened(config: Config, display: Display) -> AsyncIterator[Run]:
         stack.push_async_callback(engine.close)
         display.say(f"{engine.describe()}; {learner.describe()}")
         gateway = Gateway(
-            config.gateway, config.sampling, open_renderer(model, config.model), engine, ledger, _socket(stack)
+            config.gateway,
+            config.sampling,
+            open_renderer(model, config.model),
+            engine,
+            ledger,
+            _socket(stack),
+            config.agents,
         )
         await gateway.start()
         stack.push_async_callback(gateway.close)

@@ -15,6 +15,7 @@ from longrein.calls.conversation import (
     chain,
     digest_message,
     digest_tools,
+    parsed_arguments,
     same_reasoning,
 )
 from tests.calls.properties import examples
@@ -104,3 +105,11 @@ def test_demonstrations_stand_behind_the_leading_system_messages() -> None:
     assert Conversation((system, user)).with_demonstrations([shown]).messages == (system, shown, user)
     assert Conversation((user,)).with_demonstrations([shown]).messages == (shown, user)
     assert Conversation((system,)).with_demonstrations([shown]).messages == (system, shown)
+
+
+def test_a_whole_number_is_the_same_however_it_is_written() -> None:
+    one, other, third = (
+        Message("assistant", tool_calls=(ToolCall("", "f", text),)) for text in ('{"x": 1.0}', '{"x":1}', '{"x": 1.5}')
+    )
+    assert digest_message(one) == digest_message(other) != digest_message(third)
+    assert parsed_arguments('{"x": 1.0}')["x"] == 1.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from longrein.calls.dialect import Ask, Delta, Header, Reply
 from longrein.calls.sessions import Opening
+from longrein.config import AgentRule
 from longrein.engines.engine import SampleChunk, SampleRequest
 from longrein.errors import CallError
 
@@ -46,6 +47,7 @@ class Answer:
         index: int,
         digest: bytes,
         ask: Ask,
+        agent: AgentRule,
         header: Header,
         opening: Opening,
         request: SampleRequest,
@@ -54,6 +56,7 @@ class Answer:
         self.index = index
         self.digest = digest
         self.ask = ask
+        self.agent = agent
         self.header = header
         self.opening = opening
         self.request = request

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from longrein.calls.conversation import Conversation, Message, Role, Tool, ToolCall
-from longrein.calls.dialect import Ask, Delta, Header, Reply
-from longrein.errors import CallError, InvalidRequest
+from longrein.calls.dialect import Ask, Delta, Header, Reply, Target, event
+from longrein.calls.fields import as_json, count, flag, folded, listed, mapping, refused, required_text, text, texts
+from longrein.errors import CallError
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -33,37 +34,31 @@ class ChatDialect:
     """``POST /v1/chat/completions``."""
 
     name = "chat"
-    keepalive = b": keep-alive\n\n"
 
     def reply_id(self) -> str:
         return f"chatcmpl-{secrets.token_hex(14)}"
 
-    def read(self, body: Mapping[str, Any]) -> Ask:
+    def read(self, body: Mapping[str, Any], target: Target) -> Ask:
         for field, remedy in REFUSED.items():
             if body.get(field) is not None:
                 raise refused(field, body[field], f"not supported; {remedy}")
         _refuse_other_shapes(body)
-        model = body.get("model")
-        if model is not None and not isinstance(model, str):
-            raise refused("model", model, "expected a name")
-        tools = _tools(body.get("tools"))
+        tools = _tools(body)
         if _tool_choice(body.get("tool_choice")) == "none":
             tools = ()
-        conversation = Conversation(_messages(body.get("messages")), tools)
-        options = body.get("stream_options")
-        if options is not None and not isinstance(options, Mapping):
-            raise refused("stream_options", options, "expected an object")
+        limits = [limit for field in ("max_tokens", "max_completion_tokens") if (limit := count(body, field))]
         return Ask(
-            conversation,
-            model or "",
-            stream=_flag(body, "stream"),
-            max_tokens=_max_tokens(body),
-            stop=_stop(body.get("stop")),
-            include_usage=_flag(options or {}, "include_usage"),
-            logprobs=_flag(body, "logprobs"),
+            Conversation(_messages(body.get("messages")), tools),
+            text(body, "model") or "",
+            stream=flag(body, "stream"),
+            max_tokens=min(limits, default=None),
+            stop=texts(body.get("stop"), "stop"),
+            include_usage=flag(mapping(body, "stream_options"), "include_usage", "stream_options"),
+            logprobs=flag(body, "logprobs"),
+            token_ids=flag(body, "return_token_ids"),
         )
 
-    def reply(self, header: Header, reply: Reply) -> dict[str, Any]:
+    def reply(self, header: Header, ask: Ask, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.message.content or None, "refusal": None}
         if not reply.message.tool_calls:
             message["content"] = reply.message.content
@@ -77,40 +72,61 @@ class ChatDialect:
             "logprobs": _logprobs(reply),
             "finish_reason": reply.finish_reason,
         }
-        return {**_head(header, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+        return _with_ids({**_head(header, "chat.completion"), "choices": [choice], "usage": _usage(reply)}, ask, reply)
 
-    def begin(self, header: Header) -> bytes:
-        return _chunk(header, {"role": "assistant", "content": ""})
+    def stream(self, header: Header, ask: Ask) -> "ChatStream":
+        return ChatStream(header, ask)
 
-    def delta(self, header: Header, delta: Delta) -> bytes:
+    def error(self, error: CallError) -> tuple[int, dict[str, Any]]:
+        return error.status, error_body(error)
+
+
+class ChatStream:
+    """Chunks of one reply."""
+
+    content_type = "text/event-stream; charset=utf-8"
+
+    def __init__(self, header: Header, ask: Ask) -> None:
+        self._header = header
+        self._ask = ask
+
+    def begin(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def delta(self, delta: Delta) -> bytes:
         events = b""
         if delta.reasoning:
-            events += _chunk(header, {"reasoning_content": delta.reasoning})
+            events += self._chunk({"reasoning_content": delta.reasoning})
         if delta.content:
-            events += _chunk(header, {"content": delta.content})
+            events += self._chunk({"content": delta.content})
         if delta.calls:
             calls = [{"index": i, **_wire_call(call)} for i, call in enumerate(delta.calls, delta.first_call)]
-            events += _chunk(header, {"tool_calls": calls})
+            events += self._chunk({"tool_calls": calls})
         return events
 
-    def end(self, header: Header, reply: Reply, *, usage: bool) -> bytes:
-        events = _chunk(header, {}, reply.finish_reason, _logprobs(reply))
-        if usage:
-            events += _event({**_head(header, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)})
-        return events + b"data: [DONE]\n\n"
+    def end(self, reply: Reply) -> bytes:
+        choice = {"index": 0, "delta": {}, "logprobs": _logprobs(reply), "finish_reason": reply.finish_reason}
+        head = _head(self._header, "chat.completion.chunk")
+        events = event(as_json(_with_ids({**head, "choices": [choice]}, self._ask, reply)))
+        if self._ask.include_usage:
+            events += event(as_json({**head, "choices": [], "usage": _usage(reply)}))
+        return events + event(b"[DONE]")
 
-    def error(self, error: CallError) -> dict[str, Any]:
-        kind = "invalid_request_error" if error.status in (400, 404, 405, 413, 415) else error.code
-        return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    def error(self, error: CallError) -> bytes:
+        return event(as_json(error_body(error)))
 
-    def error_event(self, error: CallError) -> bytes:
-        return _event(self.error(error))
+    def _chunk(self, delta: Mapping[str, Any]) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return event(as_json({**_head(self._header, "chat.completion.chunk"), "choices": [choice]}))
 
 
-def refused(field: str, given: object, why: str) -> InvalidRequest:
-    """The error for one field: what was given, and what is expected or supported."""
-    text = repr(given)
-    return InvalidRequest(f"{field}: {text if len(text) <= 80 else text[:77] + '...'} was given; {why}.", param=field)
+def error_body(error: CallError) -> dict[str, Any]:
+    """OpenAI's shape of an error."""
+    kind = "invalid_request_error" if error.status in (400, 404, 405, 413, 415, 426) else error.code
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def _refuse_other_shapes(body: Mapping[str, Any]) -> None:
@@ -136,52 +152,19 @@ def _tool_choice(choice: object) -> str:
     raise refused("tool_choice", choice, "the model chooses freely: only 'auto' and 'none' are supported")
 
 
-def _flag(body: Mapping[str, Any], field: str) -> bool:
-    value = body.get(field)
-    if value is not None and not isinstance(value, bool):
-        raise refused(field, value, "expected true or false")
-    return bool(value)
-
-
-def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    wishes = []
-    for field in ("max_tokens", "max_completion_tokens"):
-        value = body.get(field)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise refused(field, value, "expected a whole number of at least 1")
-        wishes.append(value)
-    return min(wishes, default=None)
-
-
-def _stop(stop: object) -> tuple[str, ...]:
-    given = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(given, list) or len(given) > 16 or not all(isinstance(text, str) and text for text in given):
-        raise refused("stop", stop, "expected a text, or a list of up to 16 texts, none of them empty")
-    return tuple(given)
-
-
-def _tools(tools: object) -> tuple[Tool, ...]:
-    if tools is None:
-        return ()
-    if not isinstance(tools, list):
-        raise refused("tools", tools, "expected a list")
-    return tuple(_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools))
+def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
+    return tuple(_tool(f"tools[{i}]", tool) for i, tool in enumerate(listed(body, "tools")))
 
 
 def _tool(where: str, tool: object) -> Tool:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise refused(where, tool, "only tools of type 'function' are supported")
     function = tool.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+    if not isinstance(function, Mapping):
         raise refused(f"{where}.function", function, "expected an object with a name")
-    description, parameters = function.get("description"), function.get("parameters")
-    if description is not None and not isinstance(description, str):
-        raise refused(f"{where}.function.description", description, "expected a text")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise refused(f"{where}.function.parameters", parameters, "expected a JSON schema")
-    return Tool(function["name"], description, parameters)
+    inside = f"{where}.function"
+    parameters = None if function.get("parameters") is None else mapping(function, "parameters", inside)
+    return Tool(required_text(function, "name", inside), text(function, "description", inside), parameters)
 
 
 def _messages(messages: object) -> tuple[Message, ...]:
@@ -205,21 +188,14 @@ def _message(where: str, message: object) -> Message:
         role,
         content,
         calls,
-        tool_call_id=_text(message, "tool_call_id", where),
-        name=_text(message, "name", where),
+        tool_call_id=text(message, "tool_call_id", where),
+        name=text(message, "name", where),
         reasoning=_reasoning(where, message) if role == "assistant" else None,
     )
 
 
 def _reasoning(where: str, message: Mapping[str, Any]) -> str | None:
-    return _text(message, "reasoning_content", where) or _text(message, "reasoning", where)
-
-
-def _text(message: Mapping[str, Any], field: str, where: str) -> str | None:
-    value = message.get(field)
-    if value is not None and not isinstance(value, str):
-        raise refused(f"{where}.{field}", value, "expected a text")
-    return value
+    return text(message, "reasoning_content", where) or text(message, "reasoning", where)
 
 
 def _content(where: str, content: object) -> str:
@@ -230,7 +206,7 @@ def _content(where: str, content: object) -> str:
         return content
     if not isinstance(content, Sequence):
         raise refused(where, content, "expected a text, or a list of text blocks")
-    return "\n".join(_block(f"{where}[{i}]", block) for i, block in enumerate(content))
+    return folded([_block(f"{where}[{i}]", block) for i, block in enumerate(content)])
 
 
 def _block(where: str, block: object) -> str:
@@ -252,14 +228,12 @@ def _call(where: str, call: object) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise refused(where, call, "expected an object with a function")
-    name, arguments = function.get("name"), function.get("arguments", "")
-    if not isinstance(name, str) or not name:
-        raise refused(f"{where}.function.name", name, "expected a name")
+    name, arguments = required_text(function, "name", f"{where}.function"), function.get("arguments", "")
     if isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         raise refused(f"{where}.function.arguments", arguments, "expected JSON text")
-    return ToolCall(_text(call, "id", where) or "", name, arguments)
+    return ToolCall(text(call, "id", where) or "", name, arguments)
 
 
 def _head(header: Header, kind: str) -> dict[str, Any]:
@@ -293,12 +267,9 @@ def _logprobs(reply: Reply) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def _chunk(
-    header: Header, delta: Mapping[str, Any], finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
-) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-    return _event({**_head(header, "chat.completion.chunk"), "choices": [choice]})
-
-
-def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+def _with_ids(told: dict[str, Any], ask: Ask, reply: Reply) -> dict[str, Any]:
+    """With the token ids where they were asked for, placed as vLLM places them."""
+    if ask.token_ids:
+        told["prompt_token_ids"] = list(reply.prompt_ids or ())
+        told["choices"][0]["token_ids"] = list(reply.completion_ids or ())
+    return told

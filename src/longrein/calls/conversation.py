@@ -6,7 +6,7 @@ Comparing a long history with an earlier one costs one hash per message.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
@@ -89,21 +89,35 @@ class Conversation:
         return replace(self, messages=tuple(replace(message, reasoning=None) for message in self.messages))
 
 
-def parsed_arguments(text: str) -> Any:
+def parsed_arguments(text: str, parse_float: Callable[[str], Any] | None = None) -> Any:
     """Tool arguments as JSON, or the text itself where it is none."""
     if not text.strip():
         return {}
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=parse_float)
     except (ValueError, RecursionError):
         return text
+
+
+def _compared(arguments: str) -> str:
+    """Arguments in one spelling; as they are where they are nested too deep to be spelt anew."""
+    try:
+        return json.dumps(parsed_arguments(arguments, _number), sort_keys=True)
+    except RecursionError:
+        return arguments
+
+
+def _number(text: str) -> int | float:
+    """1.0 is 1: harnesses in JavaScript make no difference."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def digest_message(message: Message) -> bytes:
     """Equal for messages that say the same (reasoning aside; see ``same_reasoning``)."""
     name = None if message.role == "tool" else message.name
-    calls = [(call.name, parsed_arguments(call.arguments)) for call in message.tool_calls]
-    head = json.dumps([message.role, name, len(message.content), calls], sort_keys=True)
+    calls = [(call.name, _compared(call.arguments)) for call in message.tool_calls]
+    head = json.dumps([message.role, name, len(message.content), calls])
     return blake2b(head.encode() + message.content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

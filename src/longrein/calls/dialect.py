@@ -5,11 +5,28 @@ sessions or sampling.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from longrein.calls.conversation import Conversation, Message, ToolCall
 from longrein.errors import CallError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request says outside its body.
+
+    Attributes:
+        model: the model's name, where the path holds it.
+        stream: whether to stream, where the path says so.
+        query: the query parameters.
+        headers: names in lower case.
+    """
+
+    model: str = ""
+    stream: bool = False
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +39,12 @@ class Ask:
         stop: texts at which the reply ends.
         include_usage: whether a stream is to end with its usage.
         logprobs: whether the reply is to carry the sampled tokens' log-probabilities.
+        token_ids: whether the reply is to carry the ids of prompt and completion.
+        previous: id of an earlier reply whose conversation this one goes on from.
+        instructions: a system message of this request alone: a later one that names its reply as ``previous`` does not
+            inherit it.
+        dropped: what was left out of the request because no model here can honour it, in words.
+        notes: what the dialect wants to know again when it writes the reply.
     """
 
     conversation: Conversation
@@ -31,6 +54,11 @@ class Ask:
     stop: tuple[str, ...] = ()
     include_usage: bool = False
     logprobs: bool = False
+    token_ids: bool = False
+    previous: str | None = None
+    instructions: str | None = None
+    dropped: tuple[str, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +77,19 @@ class Reply:
 
     Attributes:
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
+        stop: the text of ``Ask.stop`` that ended it, if one did.
         tokens: each sampled token's text and log-probability, where the ask wants them.
+        prompt_ids, completion_ids: what the model saw and sampled, where the ask wants them.
     """
 
     message: Message
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    stop: str | None = None
     tokens: tuple[tuple[str, float], ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    completion_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +101,74 @@ class Header:
     model: str
 
 
+class Stream(Protocol):
+    """One reply on its way to one client. What it writes depends on nothing but what it was told, so that two clients
+    of one reply are sent the same.
+    """
+
+    content_type: str
+
+    def begin(self) -> bytes:
+        """First events, sent before anything is sampled."""
+        ...
+
+    def alive(self) -> bytes:
+        """A sign of life that clients skip."""
+        ...
+
+    def delta(self, delta: Delta) -> bytes: ...
+
+    def end(self, reply: Reply) -> bytes:
+        """Last events. All of the reply has been told in deltas."""
+        ...
+
+    def error(self, error: CallError) -> bytes:
+        """Last events where the reply failed after the stream had begun."""
+        ...
+
+
 class Dialect(Protocol):
     """One wire format."""
 
     name: str
-    keepalive: bytes
-    """A stream event that clients skip."""
 
     def reply_id(self) -> str: ...
 
-    def read(self, body: Mapping[str, Any]) -> Ask:
-        """Understand a request body.
+    def read(self, body: Mapping[str, Any], target: Target) -> Ask:
+        """Understand a request.
 
         Raises:
             InvalidRequest: names the field that is wrong or cannot be honoured.
         """
         ...
 
-    def reply(self, header: Header, reply: Reply) -> dict[str, Any]:
+    def reply(self, header: Header, ask: Ask, reply: Reply) -> dict[str, Any]:
         """The whole reply as one JSON object."""
         ...
 
-    def begin(self, header: Header) -> bytes:
-        """First event of a stream."""
+    def stream(self, header: Header, ask: Ask) -> Stream: ...
+
+    def error(self, error: CallError) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of an error."""
         ...
 
-    def delta(self, header: Header, delta: Delta) -> bytes: ...
 
-    def end(self, header: Header, reply: Reply, *, usage: bool) -> bytes:
-        """Last events of a stream."""
+class CountingDialect(Dialect, Protocol):
+    """A wire format that can ask how long a prompt is."""
+
+    def read_count(self, body: Mapping[str, Any], target: Target) -> Conversation:
+        """Understand a request for a count.
+
+        Raises:
+            InvalidRequest: as for ``read``.
+        """
         ...
 
-    def error(self, error: CallError) -> dict[str, Any]: ...
-
-    def error_event(self, error: CallError) -> bytes:
-        """The error inside a stream that has begun."""
+    def count(self, tokens: int) -> dict[str, Any]:
+        """The answer."""
         ...
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (b"" if name is None else b"event: " + name.encode() + b"\n") + b"data: " + data + b"\n\n"

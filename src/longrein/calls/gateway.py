@@ -8,26 +8,25 @@ import hashlib
 import hmac
 import secrets
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longrein.calls.admission import Gate, Queue
-from longrein.calls.chat import ChatDialect
-from longrein.calls.dialect import Dialect
+from longrein.calls.agents import Agents
+from longrein.calls.dialect import CountingDialect, Dialect, Target
 from longrein.calls.listening import Server, tcp_listener, unix_listener
 from longrein.calls.reading import Paths, as_call_error, keys_in, parse_body, read_body
 from longrein.calls.rendering import Renderer
 from longrein.calls.rollout import OpenRollout, RolloutUse
+from longrein.calls.routes import dialect_of, routes
 from longrein.calls.sending import Delivery, error_headers
 from longrein.calls.services import Recorder, Services
-from longrein.config import GatewaySection, SamplingSection
+from longrein.config import AgentsSection, GatewaySection, SamplingSection
 from longrein.engines.engine import Engine
 from longrein.errors import CallError, ConfigError, UnknownKey
 
@@ -45,6 +44,7 @@ class Gateway:
         engine: samples.
         recorder: keeps calls.
         socket: path of the unix socket (made on ``start``, removed on ``close``).
+        agents: which calls belong to which role inside the harness.
     """
 
     def __init__(
@@ -55,8 +55,11 @@ class Gateway:
         engine: Engine,
         recorder: Recorder,
         socket: Path,
+        agents: AgentsSection = AgentsSection(),  # noqa: B008
     ) -> None:
-        self._services = Services(config, sampling, renderer, engine, recorder, Gate(), Queue(config.queue))
+        self._services = Services(
+            config, sampling, renderer, engine, recorder, Agents(agents), Gate(), Queue(config.queue)
+        )
         self._rollouts: dict[str, OpenRollout] = {}
         self._keys: dict[bytes, OpenRollout] = {}
         self._socket = socket
@@ -174,48 +177,39 @@ class Gateway:
         what = "The key given belongs to no running rollout" if given else "No key was given"
         raise UnknownKey(f"{what}. Send the rollout's key as 'Authorization: Bearer KEY' or in the path, /k/KEY/v1.")
 
-    async def ask(self, request: Request, dialect: Dialect) -> Delivery:
+    async def ask(self, request: Request, dialect: Dialect, target: Target) -> Delivery:
         """Answer one model call."""
         rollout = self.rollout_of(request)
-        raw = await read_body(request, int(self._services.config.max_body_mb * 1024 * 1024))
-        body = parse_body(raw)
-        answer = rollout.admit(dialect, body, hashlib.sha256(raw).digest())
+        raw = await self._body(request)
+        digest = hashlib.sha256(f"{request.url.path} {sorted(target.query.items())}\n".encode() + raw).digest()
+        answer = rollout.admit(dialect, parse_body(raw), digest, target)
         return Delivery(rollout, answer, dialect, self._services.config.keepalive_s)
 
-    def models(self) -> dict[str, Any]:
-        """The served model, as ``GET /v1/models`` lists it."""
-        return {"object": "list", "data": [self.model(self._services.config.model_name)]}
+    async def count(self, request: Request, dialect: CountingDialect, target: Target) -> Response:
+        """Say how many tokens a call's prompt would have."""
+        rollout = self.rollout_of(request)
+        conversation = dialect.read_count(parse_body(await self._body(request)), target)
+        return JSONResponse(dialect.count(rollout.count(conversation)))
 
-    def model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "longrein"}
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, int(self._services.config.max_body_mb * 1024 * 1024))
+
+    @property
+    def model_name(self) -> str:
+        """What the served model is called."""
+        return self._services.config.model_name
 
 
 def _app(gateway: Gateway) -> ASGIApp:
-    chat = ChatDialect()
-
-    async def complete(request: Request) -> Any:
-        return await gateway.ask(request, chat)
-
-    async def models(request: Request) -> Response:
-        gateway.rollout_of(request)
-        return JSONResponse(gateway.models())
-
-    async def model(request: Request) -> Response:
-        gateway.rollout_of(request)
-        return JSONResponse(gateway.model(request.path_params["name"]))
-
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         shown = as_call_error(request, error)
-        return JSONResponse(chat.error(shown), status_code=shown.status, headers=error_headers(shown))
+        status, body = dialect_of(request).error(shown)
+        return JSONResponse(body, status_code=status, headers=error_headers(shown))
 
     app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", complete, methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{name:path}", model, methods=["GET"]),
-        ],
+        routes=routes(gateway),
         exception_handlers={
             HTTPException: refuse,
             CallError: refuse,

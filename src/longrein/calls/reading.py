@@ -22,7 +22,14 @@ log = logging.getLogger(__name__)
 BODY_S = 60.0
 """Longest time a request body may take to arrive."""
 
+VERSIONED = re.compile(r"^/v1(beta|alpha)?(/|$)")
 KEY_IN_PATH = re.compile(r"^/k/([^/]+)(?=/|$)")
+
+
+SERVED = (
+    "POST /v1/chat/completions, /v1/responses, /v1/messages and /v1beta/models/NAME:generateContent, and GET /v1/models"
+)
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 426: "upgrade_not_supported"}
 
 
 class Paths:
@@ -39,8 +46,8 @@ class Paths:
             path = "/" + path.strip("/")
             while path.startswith("/v1/v1/"):
                 path = path[3:]
-            if not path.startswith("/v1/"):
-                path = f"/v1{path}"
+            if not VERSIONED.match(path):
+                path = f"/v1{path}".rstrip("/")
             scope = {**scope, "path": path, "raw_path": path.encode(), "state": {**scope.get("state", {}), "key": key}}
         await self._app(scope, receive, send)
 
@@ -123,9 +130,8 @@ def as_call_error(request: Request, error: Exception) -> CallError:
         return error
     if isinstance(error, HTTPException):
         where = f"{request.method} {request.url.path}"
-        known = "This endpoint serves POST /v1/chat/completions and GET /v1/models."
-        shown = _plain_error(error.status_code, f"{where}: {error.detail}. {known}")
-        shown.code = "not_found" if error.status_code == 404 else "method_not_allowed"
+        shown = _plain_error(error.status_code, f"{where}: {error.detail}. This endpoint serves {SERVED}.")
+        shown.code = HTTP_CODES.get(error.status_code, shown.code)
         return shown
     log.error("a request failed", exc_info=error)
     return CallError("The gateway failed on this request; its log says why.")

@@ -40,6 +40,10 @@ def reply_message(
 class GrowingReply:
     """A completion as it is sampled.
 
+    Attributes:
+        cut: whether a stop text has appeared.
+        stopped_by: the stop text that ended the reply's content, once it is finished.
+
     Args:
         live: whether deltas are wanted; without, the reply is read once, when it is whole.
         stop: texts that end the reply.
@@ -67,6 +71,7 @@ class GrowingReply:
         self._pace_s = pace_s
         self._sent = Message("assistant", "", reasoning="")
         self.cut = False
+        self.stopped_by: str | None = None
 
     def grow(self, ids: Sequence[int]) -> Delta | None:
         """Take newly sampled tokens; what can be told of the reply beyond doubt, if that is more than before.
@@ -79,9 +84,11 @@ class GrowingReply:
             return None
         self._read, self._read_at = len(self._ids), time.monotonic()
         message = self._parse(final=False)
-        return self._delta(
-            replace(message, content=self._beyond_doubt(message.content), reasoning=_settled(message.reasoning or ""))
-        )
+        if not message.tool_calls:
+            message = replace(message, content=self._beyond_doubt(message.content))
+        if not (message.content or message.tool_calls):
+            message = replace(message, reasoning=_settled(message.reasoning or ""))
+        return self._delta(message)
 
     def finish(self) -> tuple[Message, Delta | None]:
         """The whole reply, and what of it was not told yet."""
@@ -130,10 +137,10 @@ class GrowingReply:
         return any(text in shown for text in self._stop)
 
     def _cut_at_stop(self, message: Message) -> Message:
-        places = [message.content.find(text) for text in self._stop]
-        first = min((place for place in places if place >= 0), default=None)
-        if first is None:
+        found = [(place, text) for text in self._stop if (place := message.content.find(text)) >= 0]
+        if not found:
             return message
+        first, self.stopped_by = min(found)
         return replace(message, content=message.content[:first], tool_calls=())
 
     def _beyond_doubt(self, content: str) -> str:

@@ -11,14 +11,16 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from longrein.calls.admission import Allowance
 from longrein.calls.answer import Answer
-from longrein.calls.dialect import Dialect, Header, Reply
+from longrein.calls.conversation import Conversation, Message
+from longrein.calls.dialect import Ask, Dialect, Header, Reply, Target
+from longrein.calls.fields import refused
 from longrein.calls.reply import GrowingReply
 from longrein.calls.services import Services
 from longrein.calls.sessions import Sessions
@@ -72,6 +74,7 @@ class OpenRollout:
         self._allowance = Allowance(services.config)
         self._answers: dict[bytes, Answer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._by_reply: dict[str, tuple[str, bool]] = {}
         self._index = 0
         self._answered = 0
         self._failure: str | None = None
@@ -81,8 +84,8 @@ class OpenRollout:
     def use(self) -> RolloutUse:
         return RolloutUse(self._answered, self._allowance.tokens, self._allowance.hit or None, self._failure)
 
-    def admit(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes) -> Answer:
-        """The answer to a request body: one under way or not delivered yet, if the body is the same, or a new one.
+    def admit(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
+        """The answer to a request: one under way or not delivered yet, if the request is the same, or a new one.
 
         Whoever is given an answer must ``leave`` it.
 
@@ -93,20 +96,27 @@ class OpenRollout:
             raise UnknownKey("This rollout has ended.")
         answer = self._answers.get(digest)
         if answer is None:
-            answer = self._begin(dialect, body, digest)
+            answer = self._begin(dialect, body, digest, target)
         answer.followers += 1
         return answer
 
-    def _begin(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes) -> Answer:
-        ask = dialect.read(body)
+    def count(self, conversation: Conversation) -> int:
+        """Prompt tokens of a conversation, as a call would begin; nothing is sampled or recorded.
+
+        Raises:
+            InvalidRequest: the model's template cannot show it.
+        """
+        if self._closed:
+            raise UnknownKey("This rollout has ended.")
+        return len(self._sessions.open(conversation).prompt.ids)
+
+    def _begin(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
+        ask = self._whole_conversation(dialect.read(body, target))
         opening = self._sessions.open(ask.conversation)
-        room = self._services.engine.context_length - len(opening.prompt.ids)
+        limit = self._services.engine.context_length
+        room = limit - len(opening.prompt.ids)
         if room < 1:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {self._services.engine.context_length} tokens. However, your "
-                f"messages resulted in {len(opening.prompt.ids)} tokens. Please reduce the length of the messages.",
-                param="messages",
-            )
+            raise ContextLengthExceeded(len(opening.prompt.ids), limit)
         limits = [room, self._services.sampling.max_tokens, *([] if ask.max_tokens is None else [ask.max_tokens])]
         self._services.queue.enter()
         try:
@@ -125,7 +135,8 @@ class OpenRollout:
             stop_ids=self._services.renderer.stop_ids,
             seed=None if self._seed is None else _call_seed(self._seed, index),
         )
-        answer = Answer(f"call-{secrets.token_hex(12)}", index, digest, ask, header, opening, request)
+        agent = self._services.agents.of(ask.conversation, ask.model, target.headers)
+        answer = Answer(f"call-{secrets.token_hex(12)}", index, digest, ask, agent, header, opening, request)
         # Only the last undelivered reply may be asked for again: what comes now goes on without the earlier ones.
         self._answers = {key: old for key, old in self._answers.items() if not old.undelivered}
         self._answers[digest] = answer
@@ -133,6 +144,24 @@ class OpenRollout:
         self._tasks[answer.call_id] = task
         task.add_done_callback(lambda done: self._ended(answer, done))
         return answer
+
+    def _whole_conversation(self, ask: Ask) -> Ask:
+        """With what the request refers to: the conversation of an earlier reply, and its own instructions in front."""
+        messages = ask.conversation.messages
+        if ask.previous is not None:
+            messages = (*self._conversation_after(ask.previous), *messages)
+        if ask.instructions is not None:
+            messages = (Message("system", ask.instructions), *messages)
+        return replace(ask, conversation=replace(ask.conversation, messages=messages))
+
+    def _conversation_after(self, reply_id: str) -> tuple[Message, ...]:
+        call_id, instructed = self._by_reply.get(reply_id, ("", False))
+        messages = self._sessions.messages_of(call_id)
+        if messages is None:
+            raise refused(
+                "previous_response_id", reply_id, "no reply with this id was delivered in this rollout: send all turns"
+            )
+        return messages[1:] if instructed else messages
 
     async def _answer(self, answer: Answer, dialect: Dialect, body: Mapping[str, Any]) -> None:
         started = time.time()
@@ -191,7 +220,16 @@ class OpenRollout:
         if ask.logprobs:
             texts = (self._services.renderer.decode([i]) for i in sample.ids)
             tokens = tuple(zip(texts, sample.logprobs, strict=True))
-        return Reply(message, finish_reason, len(answer.opening.prompt.ids), len(sample.ids), tokens)
+        return Reply(
+            message,
+            finish_reason,
+            len(answer.opening.prompt.ids),
+            len(sample.ids),
+            stop=growing.stopped_by,
+            tokens=tokens,
+            prompt_ids=tuple(answer.opening.prompt.ids.tolist()) if ask.token_ids else None,
+            completion_ids=tuple(sample.ids) if ask.token_ids else None,
+        )
 
     def _call(
         self, answer: Answer, dialect: Dialect, body: Mapping[str, Any], reply: Reply | None, started: float
@@ -201,10 +239,10 @@ class OpenRollout:
             call_id=answer.call_id,
             rollout_id=self.rollout_id,
             index=answer.index,
-            agent="main",
+            agent=answer.agent.name,
             dialect=dialect.name,
             request=body,
-            reply={} if reply is None else dialect.reply(answer.header, reply),
+            reply={} if reply is None else dialect.reply(answer.header, answer.ask, reply),
             prompt_ids=answer.opening.prompt.ids,
             completion_ids=np.asarray(sample.ids, dtype=np.int32),
             logprobs=np.asarray(sample.logprobs, dtype=np.float32),
@@ -213,6 +251,7 @@ class OpenRollout:
             policy=answer.request.policy,
             finish_reason="cancelled" if reply is None else reply.finish_reason,
             cause=answer.opening.cause,
+            train=answer.agent.train,
             parent_id=answer.opening.parent_id,
             delivered=reply is not None,
             started_at=started,
@@ -271,6 +310,7 @@ class OpenRollout:
     def _remember(self, answer: Answer, reply: Reply) -> None:
         ids = np.asarray(answer.sample.ids, dtype=np.int32)
         self._sessions.add(answer.call_id, answer.opening, reply.message, ids, whole=answer.whole)
+        self._by_reply[answer.header.reply_id] = (answer.call_id, answer.ask.instructions is not None)
 
     def _forget(self, answer: Answer) -> None:
         if self._answers.get(answer.digest) is answer:

@@ -4,14 +4,13 @@ What is returned is whether the client was sent everything.
 """
 
 import asyncio
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from longrein.calls.answer import Answer
 from longrein.calls.dialect import Dialect
+from longrein.calls.fields import as_json
 from longrein.calls.rollout import OpenRollout
 from longrein.errors import CallError
 
@@ -42,16 +41,16 @@ class Delivery:
             await asyncio.shield(self._rollout.leave(self._answer, delivered=delivered))
 
     async def _stream(self, connection: "_Connection") -> bool:
-        dialect, header = self._dialect, self._answer.header
-        await connection.start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-        await connection.send(dialect.begin(header))
+        stream = self._dialect.stream(self._answer.header, self._answer.ask)
+        await connection.start(200, {"content-type": stream.content_type, "cache-control": "no-cache"})
+        await connection.send(stream.begin())
         async for delta in self._answer.follow(connection.gone, self._keepalive_s):
-            await connection.send(dialect.keepalive if delta is None else dialect.delta(header, delta))
+            await connection.send(stream.alive() if delta is None else stream.delta(delta))
         if self._answer.error is not None:
-            await connection.end(dialect.error_event(self._answer.error))
+            await connection.end(stream.error(self._answer.error))
         if self._answer.reply is None:
             return False
-        await connection.end(dialect.end(header, self._answer.reply, usage=self._answer.ask.include_usage))
+        await connection.end(stream.end(self._answer.reply))
         return True
 
     async def _whole(self, connection: "_Connection") -> bool:
@@ -65,7 +64,7 @@ class Delivery:
         if self._answer.reply is None:
             # After a 200 an error cannot be told in the client's terms; a broken connection is one it retries.
             return False
-        body = _json(self._dialect.reply(self._answer.header, self._answer.reply))
+        body = as_json(self._dialect.reply(self._answer.header, self._answer.ask, self._answer.reply))
         await connection.start(200, {"content-type": "application/json", "content-length": str(len(body))})
         await connection.end(body)
         return True
@@ -109,8 +108,9 @@ class _Connection:
 
 
 async def error_response(dialect: Dialect, error: CallError, connection: _Connection) -> None:
-    body = _json(dialect.error(error))
-    await connection.start(error.status, error_headers(error) | {"content-length": str(len(body))})
+    status, shown = dialect.error(error)
+    body = as_json(shown)
+    await connection.start(status, error_headers(error) | {"content-length": str(len(body))})
     await connection.end(body)
 
 
@@ -124,7 +124,3 @@ def error_headers(error: CallError) -> dict[str, str]:
 async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()

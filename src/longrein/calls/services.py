@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longrein.calls.admission import Gate, Queue
+from longrein.calls.agents import Agents
 from longrein.calls.rendering import Renderer
 from longrein.config import GatewaySection, SamplingSection
 from longrein.engines.engine import Engine
@@ -31,5 +32,6 @@ class Services:
     renderer: Renderer
     engine: Engine
     recorder: Recorder
+    agents: Agents
     gate: Gate
     queue: Queue

@@ -86,6 +86,11 @@ class Sessions:
         self._by_digest.setdefault(point.digest, []).append(point)
         self._beginnings.add(opening.beginning)
 
+    def messages_of(self, call_id: str) -> tuple[Message, ...] | None:
+        """The conversation of a delivered call, its reply included; None for any other."""
+        point = self._points.get(call_id)
+        return None if point is None else point.recorded.conversation.messages
+
     def forget(self, call_id: str) -> None:
         """Take back ``add``: the reply did not reach the harness."""
         point = self._points.pop(call_id, None)
