@@ -28,6 +28,7 @@ from longrein.errors import HarnessError
 from longrein.records import Task
 
 COMPLETE = "longrein.json"
+NPM_QUIET = ("--no-audit", "--no-fund", "--loglevel=error")
 # The sandbox shows these by itself.
 SYSTEM = tuple(Path(path) for path in ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"))
 FIELD = re.compile(r"\{([a-z_]+)\}")
@@ -39,9 +40,11 @@ class Profile:
 
     Attributes:
         version: pinned version; None where there is nothing to install.
-        pip: requirements of its environment.
+        pip: requirements of its Python environment.
+        npm: packages of its Node environment, Node itself among them.
         command: argument list with ``{fields}``; empty where the configuration must give one.
         env: environment variables, with the same fields.
+        files: path in the sandbox → text written there before the start, with the same fields.
         dialect: what it speaks to the gateway.
         imports, entry: for preloading (see ``runner.Preload``); ``entry`` is None where it cannot be preloaded.
     """
@@ -49,11 +52,18 @@ class Profile:
     name: str
     version: str | None = None
     pip: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     dialect: str = "chat"
     imports: tuple[str, ...] = ()
     entry: str | None = None
+
+    @property
+    def pins(self) -> dict[str, list[str]]:
+        """What is installed, by installer; empty for a profile that installs nothing."""
+        return {name: list(wanted) for name, wanted in (("pip", self.pip), ("npm", self.npm)) if wanted}
 
 
 @cache
@@ -82,8 +92,10 @@ def _profile(name: str, tree: Mapping[str, Any]) -> Profile:
         name=name,
         version=tree.get("version"),
         pip=tuple(tree.get("pip", ())),
+        npm=tuple(tree.get("npm", ())),
         command=tuple(tree.get("command", ())),
         env=tree.get("env", {}),
+        files=tree.get("files", {}),
         dialect=tree["dialect"],
         imports=tuple(preload.get("imports", ())),
         entry=preload.get("entry"),
@@ -100,23 +112,24 @@ def installed(profile: Profile) -> Path | None:
     """The profile's environment, if it is there and complete. None for a profile that installs nothing."""
     place = directory(profile)
     try:
-        pins = json.loads((place / COMPLETE).read_text(encoding="utf-8"))["pip"]
-    except (OSError, ValueError, KeyError, TypeError):
+        pins = json.loads((place / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     # The interpreter is a link to the one that made the environment, which may be gone by now.
-    return place if pins == list(profile.pip) and (place / "bin" / "python").exists() else None
+    usable = not profile.pip or (place / "bin" / "python").exists()
+    return place if pins == profile.pins and usable else None
 
 
 def install(profile: Profile) -> Path:
     """Make the profile's environment, unless it is there; returns its directory. May take minutes.
 
-    It is made with the interpreter that runs this. An environment cannot be moved once made, so a file written last
-    tells a complete one; an incomplete one is made again.
+    A Python environment is made with the interpreter that runs this. An environment cannot be moved once made, so a
+    file written last tells a complete one; an incomplete one is made again.
 
     Raises:
         HarnessError: nothing to install, or the installation failed; ends with the installer's last lines.
     """
-    if not profile.pip:
+    if not profile.pins:
         raise HarnessError(f"Harness {profile.name!r} has nothing to install; its program is named by harness.command.")
     place = directory(profile)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -125,11 +138,22 @@ def install(profile: Profile) -> Path:
         if installed(profile) is None:
             if place.exists():
                 shutil.rmtree(place)
-            _run(profile, [sys.executable, "-m", "venv", str(place)])
-            pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            _run(profile, [*pip, *profile.pip])
-            (place / COMPLETE).write_text(json.dumps({"pip": list(profile.pip)}), encoding="utf-8")
+            place.mkdir()
+            if profile.pip:
+                _run(profile, [sys.executable, "-m", "venv", str(place)])
+                pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+                _run(profile, [*pip, *profile.pip])
+            if profile.npm:
+                _run(profile, [_npm(profile), "install", "--prefix", str(place), *NPM_QUIET, *profile.npm])
+            (place / COMPLETE).write_text(json.dumps(profile.pins), encoding="utf-8")
     return place
+
+
+def _npm(profile: Profile) -> str:
+    found = shutil.which("npm")
+    if found is None:
+        raise HarnessError(f"Harness {profile.name!r} is installed with npm, which was not found. Install Node.js.")
+    return found
 
 
 def _run(profile: Profile, command: list[str]) -> None:
@@ -155,7 +179,7 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
     """
     chosen = profile(section.name)
     place = installed(chosen)
-    if chosen.pip and place is None:
+    if chosen.pins and place is None:
         raise HarnessError(
             f"Harness {chosen.name} {chosen.version} is not installed. Run: longrein harness install {chosen.name}"
         )
@@ -167,6 +191,7 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
             "model": model,
             "workdir": task.workdir,
             "python": sys.executable,
+            "prefix": "" if place is None else str(place),
         }
     )
     program, *arguments = list(section.command or chosen.command) + section.arguments
@@ -176,7 +201,10 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
     return Launch(
         argv=argv,
         env={name: fill(f"harness.env.{name}", value) for name, value in {**chosen.env, **section.env}.items()},
-        files={target: _content(target, file) for target, file in section.files.items()},
+        files={
+            **{target: fill(f"{chosen.name}: {target}", text).encode() for target, text in chosen.files.items()},
+            **{target: _content(target, file) for target, file in section.files.items()},
+        },
         preload=Preload(place / "bin" / "python", chosen.imports, chosen.entry, _fixed({**chosen.env, **section.env}))
         if own and place and chosen.entry
         else None,
@@ -213,8 +241,10 @@ def _program(name: str, place: Path | None, files: Iterable[str]) -> str:
     """Absolute path of a program: in the harness's environment, on this machine, or among the files put in."""
     if name in files:
         return name
-    if place is not None and "/" not in name and os.access(place / "bin" / name, os.X_OK):
-        return str(place / "bin" / name)
+    if place is not None and "/" not in name:
+        for folder in (place / "bin", place / "node_modules" / ".bin"):
+            if os.access(folder / name, os.X_OK):
+                return str(folder / name)
     found = shutil.which(name)
     if found is None:
         what = "is not an executable file" if Path(name).exists() else "was not found"
@@ -238,7 +268,7 @@ def _content(target: str, file: Path) -> bytes:
 
 def _readable(place: Path | None, program: Path | None) -> tuple[Path, ...]:
     """What of the host the program needs: its installation, never more (tasks and ledgers may lie beside it)."""
-    needed: list[Path] = []
+    needed: list[Path] = [place] if place is not None and (place / "node_modules").is_dir() else []
     for path in (place and place / "bin" / "python", program):
         while path is not None:
             needed.append(_installation(path))
