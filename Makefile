@@ -8,7 +8,7 @@ LONGREIN := $(BIN)/longrein
 DEMO := examples/demo/config.yaml
 SET ?=
 
-.PHONY: install demo demo-seeds test check e2e bench clean
+.PHONY: install demo demo-seeds test check e2e bench harness-matrix clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,11 @@ $(VENV)/.demo: $(VENV)/.installed
 	$(LONGREIN) harness install mini-swe-agent
 	touch $@
 
+# Tests that need a harness in JavaScript are skipped where there is no npm.
+$(VENV)/.harnesses: $(VENV)/.demo
+	if command -v npm >/dev/null; then $(LONGREIN) harness install pi; fi
+	touch $@
+
 demo: $(VENV)/.demo
 	$(LONGREIN) train --config $(DEMO) $(SET)
 
@@ -36,7 +41,7 @@ demo-seeds: $(VENV)/.demo
 		$(LONGREIN) train --config $(DEMO) --set training.seed=$$seed --set output.dir=../../runs/demo-seed-$$seed $(SET) || exit 1; \
 	done
 
-test: $(VENV)/.demo
+test: $(VENV)/.harnesses
 	$(BIN)/python -m pytest -q tests
 
 check: $(VENV)/.installed
@@ -50,6 +55,10 @@ e2e: $(VENV)/.installed
 
 bench: $(VENV)/.demo
 	for part in engine learner gateway; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/$$part.py || exit 1; done
+
+# Every known harness, installed from its registry (about 2.6 GB), through a whole tool loop; writes docs/harnesses.md.
+harness-matrix: $(VENV)/.installed
+	$(BIN)/python -m tests.calls.matrix
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info

@@ -169,6 +169,22 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_harness_can_be_tried_without_a_run(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path)
+    tried = longrein(
+        "harness", "probe", "command", "--config", config, "--set", "agents.rules=[{name: asker, user: Again}]"
+    )
+    assert tried.returncode == 0, tried.stderr
+    head, _, first, second, total = tried.stdout.splitlines()
+    assert "exited 0, reward" in head
+    assert "main" in first and "new session" in first
+    assert "asker" in second and "extended" in second
+    assert total.startswith("2 calls on 1 branch (new session 1, extended 1); ") and total.endswith("; 0 side calls")
+    assert not (tmp_path / "run").exists()
+    unknown = longrein("harness", "probe", "mini-swe", "--config", config)
+    assert unknown.returncode == 1 and "Did you mean 'mini-swe-agent'?" in unknown.stderr
+
+
 def test_doctor_prints_one_object(tmp_path: Path) -> None:
     import json
 

@@ -52,23 +52,36 @@ def _parser() -> argparse.ArgumentParser:
         ("eval", _evaluate, "score the held-out tasks, with the run's last checkpoint if there is one"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML configuration")
-        command.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="SECTION.KEY=VALUE",
-            help="override one key; VALUE is YAML; may be repeated",
-        )
+        _configured(command)
         command.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
         command.set_defaults(command=run)
-    harness = commands.add_parser("harness", help="known harnesses", description="list or install known harnesses")
+    harness = commands.add_parser(
+        "harness", help="known harnesses", description="list, show, install or try known harnesses"
+    )
     actions = harness.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="profiles and where they are installed").set_defaults(command=_harness_list)
     install = actions.add_parser("install", help="install a pinned harness into an environment of its own")
     install.add_argument("name")
     install.set_defaults(command=_harness_install)
+    show = actions.add_parser("show", help="a profile: how a harness is installed, started and pointed at the gateway")
+    show.add_argument("name")
+    show.set_defaults(command=_harness_show)
+    probe = actions.add_parser("probe", help="run a harness once: its calls, branches, what would be trained")
+    probe.add_argument("name")
+    _configured(probe)
+    probe.set_defaults(command=_harness_probe)
     return parser
+
+
+def _configured(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML configuration")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key; VALUE is YAML; may be repeated",
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -147,6 +160,23 @@ def _harness_install(arguments: argparse.Namespace) -> int:
     from longrein.agents import harnesses
 
     print(harnesses.install(harnesses.profile(arguments.name)))
+    return 0
+
+
+def _harness_show(arguments: argparse.Namespace) -> int:
+    from longrein.agents import harnesses
+
+    profile = harnesses.profile(arguments.name)
+    print(yaml.safe_dump({profile.name: profile.as_tree()}, sort_keys=False, width=120), end="")
+    return 0
+
+
+def _harness_probe(arguments: argparse.Namespace) -> int:
+    from longrein.agents.harnesses import profile
+    from longrein.harness_probe import probe_harness
+
+    config = load(arguments.config, arguments.set)
+    print(_run(probe_harness(config, profile(arguments.name).name)))
     return 0
 
 

@@ -2,17 +2,19 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 from longrein.agents import harnesses
 from longrein.agents.catalog import load_catalog
 from longrein.agents.process import ProcessRunner
 from longrein.agents.runner import Outcome, Trial
-from longrein.calls.dialect import Target
 from longrein.calls.routes import CHAT, GEMINI, MESSAGES, RESPONSES
 from longrein.config import HarnessSection, RunnerSection
+from longrein.forest.targets import trainable
 from longrein.records import Call, RewardProfile, Task
 from tests.calls.scripted_engine import told
 from tests.calls.serving import serving
@@ -84,6 +86,7 @@ class Played:
     outcome: Outcome
     calls: list[Call]
     output: str
+    streamed: bool
 
     @property
     def reward(self) -> float | None:
@@ -105,9 +108,14 @@ class Played:
         return sum(call.parent_id is None for call in self.calls)
 
     @property
-    def streamed(self) -> bool:
-        """Whether the harness asked for streams."""
-        return any(DIALECTS[call.dialect].read(call.request, Target()).stream for call in self.calls)
+    def trained_tokens(self) -> int:
+        """Sampled tokens that would be trained."""
+        return sum(len(call.completion_ids) for call in self.calls if trainable(call))
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """How many calls begin for each reason."""
+        return dict(Counter(call.cause.value for call in self.calls))
 
     def in_order(self) -> list[tuple[Call, Call]]:
         return list(itertools.pairwise(self.calls))
@@ -134,17 +142,19 @@ async def play(client: Client, model: Path, folder: Path, turns: int = 2) -> Pla
             }
             launch = replace(launch, files=filled)
         runner = ProcessRunner(RunnerSection(memory_mb=8192, disk_mb=1024))
+        trial = Trial("r0", task, launch, house.gateway.socket, PORT, TIMEOUT_S, evidence, _nothing)
+        dialect = DIALECTS[client.dialect]
         await runner.open()
         try:
-            outcome = await runner.run(
-                Trial("r0", task, launch, house.gateway.socket, PORT, TIMEOUT_S, evidence, _nothing)
-            )
+            with patch.object(dialect, "read", wraps=dialect.read) as read:
+                outcome = await runner.run(trial)
         finally:
             await runner.close()
+        streamed = any(dialect.read(*asked.args).stream for asked in read.call_args_list)
         output = "\n".join(
             file.read_text(errors="replace") for file in sorted(evidence.rglob("*")) if file.suffix in (".txt", ".log")
         )
-        return Played(outcome, house.notebook.calls, output)
+        return Played(outcome, house.notebook.calls, output, streamed)
 
 
 async def _nothing() -> None:

@@ -157,7 +157,7 @@ def accumulated(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # ---- replies and streams
 
 
-texts = st.text(max_size=8)
+texts = st.text(max_size=8) | st.text(st.sampled_from(" \n\té🙂<a"), max_size=4)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | texts,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),

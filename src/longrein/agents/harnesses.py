@@ -60,6 +60,20 @@ class Profile:
     imports: tuple[str, ...] = ()
     entry: str | None = None
 
+    def as_tree(self) -> dict[str, Any]:
+        """As it stands in ``harnesses.yaml``, without what is empty."""
+        preload = {"imports": list(self.imports), "entry": self.entry} if self.entry else None
+        tree = {
+            "version": self.version,
+            **self.pins,
+            "command": list(self.command),
+            "env": dict(self.env),
+            "files": dict(self.files),
+            "dialect": self.dialect,
+            "preload": preload,
+        }
+        return {key: value for key, value in tree.items() if value}
+
     @property
     def pins(self) -> dict[str, list[str]]:
         """What is installed, by installer; empty for a profile that installs nothing."""

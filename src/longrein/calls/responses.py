@@ -419,10 +419,7 @@ def _call(where: str, item: Mapping[str, Any], kind: str) -> ToolCall:
     if kind == "custom_tool_call":
         written = text(item, "input", where) or ""
         return ToolCall(call_id, name, json.dumps({"input": written}, ensure_ascii=False))
-    arguments = item.get("arguments")
-    if isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(call_id, name, text({"arguments": arguments}, "arguments", where) or "")
+    return ToolCall(call_id, name, text(item, "arguments", where) or "")
 
 
 # ---- output
