@@ -32,6 +32,10 @@ def _command(command: str) -> dict[str, object]:
     return {"command": command}
 
 
+def _described(command: str) -> dict[str, object]:
+    return {"command": command, "description": "A step"}
+
+
 @dataclass(frozen=True)
 class Client:
     """One harness in one of its ways.
@@ -73,9 +77,11 @@ CLIENTS = (
         Client("mini-swe-agent", "mini-swe-agent", "chat", "bash"),
         ending=Client("", "", "", "bash").call(SUBMIT),
     ),
-    Client("claude-code", "claude-code", "messages", "Bash", lambda c: {"command": c, "description": "A step"}),
+    Client("claude-code", "claude-code", "messages", "Bash", _described),
     Client("codex", "codex", "responses", "exec_command", lambda c: {"cmd": c}),
     Client("gemini-cli", "gemini-cli", "gemini", "run_shell_command"),
+    Client("opencode", "opencode", "chat", "bash", _described),
+    Client("qwen-code", "qwen-code", "chat", "run_shell_command", lambda c: {"command": c, "is_background": False}),
 )
 
 

@@ -96,8 +96,10 @@ def test_caps_name_their_keys() -> None:
     busy = Allowance(limits)
     busy.take(1)
     busy.take(1)
-    with pytest.raises(CapExceeded, match=r"gateway\.max_concurrent_calls"):
+    with pytest.raises(Overloaded, match=r"gateway\.max_concurrent_calls") as caught:
         busy.take(1)
+    assert caught.value.retry_after_s is not None
+    assert not busy.hit
 
 
 def test_the_queue_is_bounded() -> None:

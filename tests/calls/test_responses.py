@@ -809,6 +809,12 @@ async def test_refusals_reach_the_client_as_its_own_errors(tiny_directory: Path)
         with pytest.raises(openai.BadRequestError) as caught:
             await model.responses.create(model="m", input="word " * 200)
         assert caught.value.code == "context_length_exceeded"
+        stream = await model.responses.create(model="m", input="word " * 200, stream=True)
+        *begun, last = [event async for event in stream]
+        assert [event.type for event in begun] == ["response.created", "response.in_progress"]
+        assert last.type == "response.failed" and last.response.error is not None
+        assert last.response.error.code == "context_length_exceeded"
+        assert not house.engine.requests
 
 
 async def test_tokens_are_counted_as_a_call_would_have_them(tiny_directory: Path) -> None:

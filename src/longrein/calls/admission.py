@@ -122,7 +122,8 @@ class Allowance:
         """Begin a call of at most ``wanted`` tokens; the number it may sample.
 
         Raises:
-            CapExceeded: names the cap and its configuration key.
+            CapExceeded: names the cap and its configuration key; no retry can succeed.
+            Overloaded: as many calls as may run at once do.
         """
         left = self._limits.max_tokens - self.tokens - self._reserved
         if self.calls >= self._limits.max_calls:
@@ -130,7 +131,11 @@ class Allowance:
         if left <= 0:
             self._refuse(f"{self.tokens} sampled tokens", "gateway.max_tokens")
         if self._running >= self._limits.max_concurrent_calls:
-            self._refuse(f"{self._running} model calls at once", "gateway.max_concurrent_calls")
+            raise Overloaded(
+                f"{self._running} model calls of this rollout run, as many as gateway.max_concurrent_calls allows. Try "
+                "again when one has ended.",
+                retry_after_s=RETRY_AFTER_S,
+            )
         granted = min(wanted, left)
         self.calls += 1
         self._running += 1

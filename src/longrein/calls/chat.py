@@ -34,6 +34,7 @@ class ChatDialect:
     """``POST /v1/chat/completions``."""
 
     name = "chat"
+    overflow_in_stream = False
 
     def reply_id(self) -> str:
         return f"chatcmpl-{secrets.token_hex(14)}"

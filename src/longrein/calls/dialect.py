@@ -128,9 +128,16 @@ class Stream(Protocol):
 
 
 class Dialect(Protocol):
-    """One wire format."""
+    """One wire format.
+
+    Attributes:
+        name: stands in the ledger with each call.
+        overflow_in_stream: whether a prompt that is too long is told inside a stream, where one was asked for: some
+            clients look for it only there.
+    """
 
     name: str
+    overflow_in_stream: bool
 
     def reply_id(self) -> str: ...
 

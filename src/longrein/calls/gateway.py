@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import time
 from pathlib import Path
 
 import uvicorn
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp
 
 from longrein.calls.admission import Gate, Queue
 from longrein.calls.agents import Agents
-from longrein.calls.dialect import CountingDialect, Dialect, Target
+from longrein.calls.dialect import CountingDialect, Dialect, Header, Target
 from longrein.calls.listening import Server, tcp_listener, unix_listener
 from longrein.calls.reading import Paths, as_call_error, keys_in, parse_body, read_body
 from longrein.calls.rendering import Renderer
@@ -28,7 +29,7 @@ from longrein.calls.sending import Delivery, error_headers
 from longrein.calls.services import Recorder, Services
 from longrein.config import AgentsSection, GatewaySection, SamplingSection
 from longrein.engines.engine import Engine
-from longrein.errors import CallError, ConfigError, UnknownKey
+from longrein.errors import CallError, ConfigError, ContextLengthExceeded, UnknownKey
 
 START_S = 30.0
 STOP_S = 10
@@ -177,12 +178,20 @@ class Gateway:
         what = "The key given belongs to no running rollout" if given else "No key was given"
         raise UnknownKey(f"{what}. Send the rollout's key as 'Authorization: Bearer KEY' or in the path, /k/KEY/v1.")
 
-    async def ask(self, request: Request, dialect: Dialect, target: Target) -> Delivery:
+    async def ask(self, request: Request, dialect: Dialect, target: Target) -> Delivery | Response:
         """Answer one model call."""
         rollout = self.rollout_of(request)
         raw = await self._body(request)
         digest = hashlib.sha256(f"{request.url.path} {sorted(target.query.items())}\n".encode() + raw).digest()
-        answer = rollout.admit(dialect, parse_body(raw), digest, target)
+        body = parse_body(raw)
+        try:
+            answer = rollout.admit(dialect, body, digest, target)
+        except ContextLengthExceeded as error:
+            ask = dialect.read(body, target)
+            if not (dialect.overflow_in_stream and ask.stream):
+                raise
+            stream = dialect.stream(Header(dialect.reply_id(), int(time.time()), ask.model), ask)
+            return Response(stream.begin() + stream.error(error), headers={"content-type": stream.content_type})
         return Delivery(rollout, answer, dialect, self._services.config.keepalive_s)
 
     async def count(self, request: Request, dialect: CountingDialect, target: Target) -> Response:

@@ -63,6 +63,7 @@ class GeminiDialect:
     """
 
     name = "gemini"
+    overflow_in_stream = False
 
     def reply_id(self) -> str:
         return secrets.token_urlsafe(17)

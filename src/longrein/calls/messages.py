@@ -51,6 +51,7 @@ class MessagesDialect:
     """``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     name = "messages"
+    overflow_in_stream = False
 
     def reply_id(self) -> str:
         return f"msg_{secrets.token_hex(12)}"

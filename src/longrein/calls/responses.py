@@ -51,6 +51,7 @@ class ResponsesDialect:
     """``POST /v1/responses`` and ``POST /v1/responses/input_tokens``."""
 
     name = "responses"
+    overflow_in_stream = True
 
     def reply_id(self) -> str:
         return f"resp_{secrets.token_hex(14)}"

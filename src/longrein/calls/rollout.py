@@ -32,6 +32,7 @@ from longrein.errors import (
     DeadlineExceeded,
     EngineError,
     LedgerError,
+    Overloaded,
     UnknownKey,
 )
 from longrein.records import Call
@@ -121,7 +122,7 @@ class OpenRollout:
         self._services.queue.enter()
         try:
             granted = self._allowance.take(min(limits))
-        except CapExceeded:
+        except (CapExceeded, Overloaded):
             self._services.queue.leave()
             raise
         index, self._index = self._index, self._index + 1
