@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from starlette.types import Message, Receive, Scope, Send
 
 from longrein.calls.answer import Answer
-from longrein.calls.dialect import Dialect
+from longrein.calls.dialect import Ask, Dialect
 from longrein.calls.fields import as_json
 from longrein.calls.rollout import OpenRollout
 from longrein.errors import CallError
 
 SEND_S = 60.0
 """Longest time a client may leave its connection full."""
+
+MOST_NOTES = 1000
+"""Characters of a header that says what was left out."""
 
 
 class Delivery:
@@ -42,7 +45,9 @@ class Delivery:
 
     async def _stream(self, connection: "_Connection") -> bool:
         stream = self._dialect.stream(self._answer.header, self._answer.ask)
-        await connection.start(200, {"content-type": stream.content_type, "cache-control": "no-cache"})
+        await connection.start(
+            200, {"content-type": stream.content_type, "cache-control": "no-cache", **_notes(self._answer.ask)}
+        )
         await connection.send(stream.begin())
         async for delta in self._answer.follow(connection.gone, self._keepalive_s):
             await connection.send(stream.alive() if delta is None else stream.delta(delta))
@@ -65,7 +70,8 @@ class Delivery:
             # After a 200 an error cannot be told in the client's terms; a broken connection is one it retries.
             return False
         body = as_json(self._dialect.reply(self._answer.header, self._answer.ask, self._answer.reply))
-        await connection.start(200, {"content-type": "application/json", "content-length": str(len(body))})
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **_notes(self._answer.ask)}
+        await connection.start(200, headers)
         await connection.end(body)
         return True
 
@@ -119,6 +125,12 @@ def error_headers(error: CallError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     return headers
+
+
+def _notes(ask: Ask) -> dict[str, str]:
+    """A header that says what was left out of the request."""
+    said = "; ".join(ask.dropped)[:MOST_NOTES].encode("ascii", "replace").decode()
+    return {"longrein-dropped": " ".join(said.split())} if said else {}
 
 
 async def _hung_up(receive: Receive) -> None:
