@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longrein.config import load
+from longrein.config_file import load
 from longrein.errors import ConfigError
 
 GOOD = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longrein.config import load
+from longrein.config_file import load
 from longrein.ledger import Ledger
 from longrein.plan import training_groups
 from longrein.records import Call, Rollout, Split

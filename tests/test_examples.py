@@ -6,7 +6,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from longrein.config import Config, load
+from longrein.config import Config
+from longrein.config_file import load
 from longrein.run import load_tasks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from longrein import __version__
-from longrein.config import Config, load
+from longrein.config import Config
+from longrein.config_file import load
 from longrein.errors import LongreinError
 
 STOPPED = 130

@@ -13,7 +13,8 @@ import pytest
 
 from longrein.agents import harnesses
 from longrein.agents.runner import Launch
-from longrein.config import HarnessSection, load
+from longrein.config import HarnessSection
+from longrein.config_file import load
 from longrein.errors import HarnessError
 from longrein.records import Task
 
