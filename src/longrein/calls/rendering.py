@@ -7,8 +7,8 @@ chat template. Whatever a harness declares reaches the model or is refused: noth
 
 import difflib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import yaml
 
 from longrein.calls.conversation import Conversation, Message, Tool
 from longrein.config import ModelSection
-from longrein.errors import ModelError
+from longrein.errors import InvalidRequest, ModelError
 from longrein.records import Cause, IntArray
 
 
@@ -121,6 +121,72 @@ class Renderer(Protocol):
     def describe(self) -> str:
         """One line for people."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SystemPlaces:
+    """Where a family shows system messages, and what is done about those it would not show where they stand.
+
+    Harnesses also send system messages in the middle of a conversation (Claude Code does). Some templates refuse them,
+    some move them to the beginning, which would change the recorded past, some show them as if the user had spoken, and
+    some do not ask the model to answer them. There they become user messages, ``<system>`` around their text; several
+    at the beginning become one. Only what the model is shown changes: the conversation that is recorded and compared
+    keeps its roles.
+
+    Attributes:
+        several: whether several at the beginning are shown one by one.
+        later: whether a later one is shown where it stands, in a conversation that begins with one.
+        first: the same in a conversation that begins with none.
+    """
+
+    several: bool
+    later: bool
+    first: bool
+
+    @classmethod
+    def tried(cls, text_of: Callable[[Sequence[Message]], str]) -> "SystemPlaces":
+        """Find out by trying: ``text_of`` renders messages, or raises InvalidRequest where the template refuses."""
+        system, note, user = Message("system", "opal"), Message("system", "quartz"), Message("user", "slate")
+        turns = (user, Message("assistant", "basalt"), note, Message("user", "granite"))
+        return cls(
+            several=_in_place(text_of, (system, note, user), 1),
+            later=_in_place(text_of, (system, *turns), 3),
+            first=_in_place(text_of, turns, 2),
+        )
+
+    def present(self, conversation: Conversation) -> Conversation:
+        """The conversation as the model is shown it. Only messages at the beginning are joined."""
+        messages = conversation.messages
+        leading = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
+        head, rest = messages[:leading], messages[leading:]
+        if leading > 1 and not self.several:
+            head = (Message("system", "\n\n".join(message.content for message in head)),)
+        if not (self.later if leading else self.first):
+            rest = tuple(_as_user(message) if message.role == "system" else message for message in rest)
+        return replace(conversation, messages=(*head, *rest))
+
+
+def _in_place(text_of: Callable[[Sequence[Message]], str], messages: Sequence[Message], at: int) -> bool:
+    """Whether all messages are shown once, in order, and the one ``at`` as no user's, but answered as a user's is."""
+    # Some templates demand a user's message.
+    to_last = messages[: at + 1] if any(message.role == "user" for message in messages[:at]) else messages
+    try:
+        text, last = text_of(messages), text_of(to_last)
+    except InvalidRequest:
+        return False
+    places = [text.find(message.content) for message in messages]
+    if places[0] < 0 or places != sorted(places) or any(text.count(message.content) != 1 for message in messages):
+        return False
+    note = messages[at]
+    try:
+        as_user = text_of([replace(message, role="user") if message is note else message for message in to_last])
+    except InvalidRequest:
+        return True
+    return last != as_user and last.rpartition(note.content)[2] == as_user.rpartition(note.content)[2]
+
+
+def _as_user(message: Message) -> Message:
+    return Message("user", f"<system>\n{message.content}\n</system>")
 
 
 def open_renderer(directory: Path, model: ModelSection) -> Renderer:

@@ -84,8 +84,8 @@ class GrowingReply:
             return None
         self._read, self._read_at = len(self._ids), time.monotonic()
         message = self._parse(final=False)
-        if not message.tool_calls:
-            message = replace(message, content=self._beyond_doubt(message.content))
+        doubtless = message.content.rstrip("\ufffd") if message.tool_calls else self._beyond_doubt(message.content)
+        message = replace(message, content=doubtless)
         if not (message.content or message.tool_calls):
             message = replace(message, reasoning=_settled(message.reasoning or ""))
         return self._delta(message)

@@ -16,7 +16,7 @@ import numpy as np
 
 from longrein.calls import hermes
 from longrein.calls.conversation import Conversation, Message, Tool, ToolCall, parsed_arguments, same_message
-from longrein.calls.rendering import PROBE_TOOL, Prompt, Recorded, TextMark, read_json
+from longrein.calls.rendering import PROBE_TOOL, Prompt, Recorded, SystemPlaces, TextMark, read_json
 from longrein.calls.reply import reply_message
 from longrein.errors import InvalidRequest, ModelError
 from longrein.records import Cause, IntArray
@@ -57,6 +57,7 @@ class TemplateRenderer:
         self._keep_thinking = keep_thinking
         self._demonstrations = tuple(demonstrations)
         self._shows_tools = self._differs_with_tools()
+        self._places = SystemPlaces.tried(self._probed)
         self._end = self._end_of_turn()
         self.stop_ids = frozenset(self._configured_stops(directory) + ([] if self._end is None else [self._end]))
         self._parser = self._tool_parser()
@@ -96,6 +97,7 @@ class TemplateRenderer:
         conversation = conversation.with_demonstrations(self._demonstrations)
         if self._tool_format == "hermes":
             conversation = hermes.present(conversation)
+        conversation = self._places.present(conversation)
         return self._apply(conversation.messages, conversation.tools, ask)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], ask: bool) -> str:
@@ -199,6 +201,9 @@ class TemplateRenderer:
             return self._apply(messages, (PROBE_TOOL,), True) != self._apply(messages, (), True)
         except InvalidRequest:
             return False
+
+    def _probed(self, messages: Sequence[Message]) -> str:
+        return self._apply(messages, (PROBE_TOOL,) if self._shows_tools else (), True)
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template puts behind an assistant turn."""
