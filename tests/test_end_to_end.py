@@ -118,6 +118,8 @@ async def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> None:
     config = make_workshop(tmp_path, steps=2)
+    # Where the tests run in the background, the shell has Ctrl-C ignored, and what they start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "longrein.cli", "train", "--config", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
         deadline = time.monotonic() + 120
