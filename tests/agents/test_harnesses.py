@@ -120,7 +120,7 @@ def test_files_are_read_and_may_hold_the_program(tmp_path: Path) -> None:
 def test_unknown_profiles_name_near_misses() -> None:
     with pytest.raises(HarnessError, match="Did you mean 'mini-swe-agent'"):
         harnesses.profile("mini-swe-agnet")
-    with pytest.raises(HarnessError, match="There are: mini-swe-agent, pi, .*, command"):
+    with pytest.raises(HarnessError, match=r"There are: mini-swe-agent, pi, .*, command"):
         harnesses.profile("zzz")
 
 
