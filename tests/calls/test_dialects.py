@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrein.calls.routes import CHAT, GEMINI, MESSAGES, RESPONSES
+from longrein.calls.routes import CHAT, COMPLETIONS, GEMINI, MESSAGES, RESPONSES
 from tests.calls.properties import examples
 from tests.calls.serving import House, serving
 from tests.calls.test_bodies import anything
@@ -49,6 +49,13 @@ SPEAKERS = (
         b": keep-alive\n\n",
     ),
     Speaker(
+        COMPLETIONS.name,
+        lambda stream: "/v1/completions",
+        lambda text, stream: {"model": "m", "prompt": text, "stream": stream},
+        lambda reply: reply["choices"][0]["text"],
+        b": keep-alive\n\n",
+    ),
+    Speaker(
         RESPONSES.name,
         lambda stream: "/v1/responses",
         _flagged("input"),
@@ -70,6 +77,8 @@ SPEAKERS = (
         b"\n",
     ),
 )
+
+BY_NAME = {speaker.name: speaker for speaker in SPEAKERS}
 
 speaking = pytest.mark.parametrize("speaker", SPEAKERS, ids=lambda speaker: speaker.name)
 either = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -173,16 +182,88 @@ async def test_a_prompt_that_is_too_long_is_refused_and_not_sampled(speaker: Spe
 
 async def test_what_was_left_out_of_a_request_is_said(tiny_directory: Path) -> None:
     async with serving(tiny_directory, "hello") as house:
-        body = SPEAKERS[1].body("Hi.", False) | {"tools": [{"type": "web_search"}]}
+        body = BY_NAME["responses"].body("Hi.", False) | {"tools": [{"type": "web_search"}]}
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {house.open()}"}) as http:
             reply = await http.post(f"{house.url}/responses", content=json.dumps(body))
         assert "web_search" in reply.headers["longrein-dropped"]
-        assert "longrein-dropped" not in (await post(house, house.open("r1"), SPEAKERS[1])).headers
+        assert "longrein-dropped" not in (await post(house, house.open("r1"), BY_NAME["responses"])).headers
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FORMS: dict[str, dict[str, Any]] = {
+    "chat": {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}},
+    "messages": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "gemini": {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": SCHEMA}},
+}
+LOOSE: dict[str, dict[str, Any]] = {
+    "chat": {"response_format": {"type": "json_object"}},
+    "responses": {"text": {"format": {"type": "json_object"}}},
+    "gemini": {"generationConfig": {"responseMimeType": "application/json"}},
+}
+CHOICES: dict[str, list[dict[str, Any]]] = {
+    "chat": [{"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "bash"}}}],
+    "responses": [{"tool_choice": "required"}, {"tool_choice": {"type": "function", "name": "bash"}}],
+    "messages": [{"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "tool", "name": "bash"}}],
+    "gemini": [{"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}],
+}
+
+
+async def ask(house: House, key: str, speaker: Speaker, wishes: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, timeout=20) as http:
+        body = speaker.body("Where?", False) | wishes
+        return await http.post(f"{house.gateway.url}{speaker.path(False)}", content=json.dumps(body))
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_a_form_is_told_to_the_model_and_not_enforced(name: str, tiny_directory: Path) -> None:
+    async with serving(tiny_directory, "no JSON at all") as house:
+        key = house.open()
+        reply = await ask(house, key, BY_NAME[name], FORMS[name])
+        assert reply.status_code == 200, reply.text
+        assert BY_NAME[name].said(reply.json()) == "no JSON at all"
+        assert "not enforced" in reply.headers["longrein-dropped"]
+        assert json.dumps(SCHEMA) in house.shown(0)
+        assert house.shown(0).index(json.dumps(SCHEMA)) < house.shown(0).index("Where?")
+        # A form of one's own is asked for in each call of a loop: no reason to begin anew.
+        if name in LOOSE:
+            loose = await ask(house, key, BY_NAME[name], LOOSE[name])
+            assert loose.status_code == 200
+            assert "one JSON object" in house.shown(1)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+async def test_a_forced_call_is_not_forced_and_that_is_said(name: str, tiny_directory: Path) -> None:
+    async with serving(tiny_directory, "rather not", model={"tool_format": "hermes"}) as house:
+        for choice in CHOICES[name]:
+            reply = await ask(house, house.open(str(choice)), BY_NAME[name], choice)
+            assert reply.status_code == 200, reply.text
+            assert BY_NAME[name].said(reply.json()) == "rather not"
+            assert "chooses freely" in reply.headers["longrein-dropped"]
+
+
+COUNTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "responses": ("/v1/responses/input_tokens", {"input": "Hi."}),
+    "messages": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi."}]}),
+    "gemini": ("/v1beta/models/m:countTokens", {"contents": [{"parts": [{"text": "Hi."}]}]}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+async def test_counts_are_capped_but_cost_no_call(name: str, tiny_directory: Path) -> None:
+    path, body = COUNTS[name]
+    async with serving(tiny_directory, "hello", gateway={"max_calls": 2}) as house:
+        key = house.open()
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as http:
+            statuses = [(await http.post(f"{house.gateway.url}{path}", json=body)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 403]
+        assert (await post(house, key, BY_NAME[name])).status_code == 200
+        assert (await house.gateway.close_rollout("r0")).cap_hit is None
 
 
 async def test_a_reply_is_known_in_its_own_rollout_alone(tiny_directory: Path) -> None:
     async with serving(tiny_directory, "hello") as house:
-        speaker = SPEAKERS[1]
+        speaker = BY_NAME["responses"]
         reply = (await post(house, house.open(), speaker)).json()
         body = {"input": "And?", "previous_response_id": reply["id"]}
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {house.open('r1')}"}) as http:
@@ -220,18 +301,27 @@ def test_no_body_is_answered_with_a_failure_of_ours(tiny_directory: Path) -> Non
 
 FIELDS = (
     "content", "contents", "format", "functionDeclarations", "generationConfig", "include", "input", "instructions",
-    "max_output_tokens", "max_tokens", "messages", "metadata", "model", "name", "parameters", "parts", "role", "stop",
-    "stop_sequences", "stream", "stream_options", "system", "systemInstruction", "text", "thinking", "toolConfig",
-    "tool_choice", "tool_calls", "tools", "type",
+    "max_output_tokens", "max_tokens", "messages", "metadata", "model", "name", "output_config", "parameters", "parts",
+    "prompt", "response_format", "role", "stop", "stop_sequences", "stream", "stream_options", "system",
+    "systemInstruction", "text", "thinking", "toolConfig", "tool_choice", "tool_calls", "tools", "type",
 )  # fmt: skip
+
+
+large = st.one_of(
+    st.integers(0, 19).map(lambda n: "aé "[: 1 + n % 3] * 2**n),
+    st.integers(0, 12).map(lambda n: [{"type": "text", "text": ""}] * 2**n),
+    st.integers(1, 300).map(lambda n: json.loads("[" * n + "]" * n)),
+)
+whatever = st.one_of(anything, anything, anything, large)
+"""Up to about a megabyte."""
 
 
 def _with_anything(data: st.DataObject, value: Any) -> Any:
     """``value`` with something else in one place."""
     if isinstance(value, dict) and data.draw(st.booleans()):
         key = data.draw(st.sampled_from(sorted({*value, *FIELDS})))
-        return {**value, key: _with_anything(data, value[key]) if key in value else data.draw(anything)}
+        return {**value, key: _with_anything(data, value[key]) if key in value else data.draw(whatever)}
     if isinstance(value, list) and value and data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(value) - 1))
         return [*value[:place], _with_anything(data, value[place]), *value[place + 1 :]]
-    return data.draw(anything)
+    return data.draw(whatever)

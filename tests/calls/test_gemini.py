@@ -302,15 +302,16 @@ CONFIG = "generationConfig"
             {"tools": [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": 3}]}]},
             "tools[0].functionDeclarations[0].parametersJsonSchema",
         ),
-        ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "toolConfig.functionCallingConfig.mode"),
+        ({"toolConfig": {"functionCallingConfig": {"mode": "MUST"}}}, "toolConfig.functionCallingConfig.mode"),
         ({"cachedContent": "cachedContents/1"}, "cachedContent"),
         ({CONFIG: []}, CONFIG),
         ({CONFIG: {"candidateCount": 2}}, f"{CONFIG}.candidateCount"),
         ({CONFIG: {"maxOutputTokens": 0}}, f"{CONFIG}.maxOutputTokens"),
         ({CONFIG: {"stopSequences": [""]}}, f"{CONFIG}.stopSequences"),
-        ({CONFIG: {"responseMimeType": "application/json"}}, f"{CONFIG}.responseMimeType"),
-        ({CONFIG: {"responseSchema": {"type": "OBJECT"}}}, f"{CONFIG}.responseSchema"),
-        ({CONFIG: {"responseJsonSchema": {}}}, f"{CONFIG}.responseJsonSchema"),
+        ({CONFIG: {"responseMimeType": "text/x.enum"}}, f"{CONFIG}.responseMimeType"),
+        ({CONFIG: {"responseSchema": {"type": "OBJECT"}}}, f"{CONFIG}.responseMimeType"),
+        ({CONFIG: {"responseJsonSchema": 3}}, f"{CONFIG}.responseJsonSchema"),
+        ({CONFIG: {"responseFormat": {}}}, f"{CONFIG}.responseFormat"),
         ({CONFIG: {"responseModalities": ["TEXT", "IMAGE"]}}, f"{CONFIG}.responseModalities"),
         ({CONFIG: {"logprobs": 3, "responseLogprobs": True}}, f"{CONFIG}.logprobs"),
     ],
@@ -631,11 +632,13 @@ def test_gemini_cli_drops_thought_text_and_keeps_signatures() -> None:
     assert played.content == "I look." and len(played.tool_calls) == 1
 
 
-def test_gemini_clis_router_call_is_refused_by_name() -> None:
-    """With no model named it first asks for JSON of one schema; the message says what to do."""
+def test_gemini_clis_router_call_is_told_its_schema() -> None:
+    """With no model named it first asks for JSON of one schema."""
     config = {"responseMimeType": "application/json", "responseJsonSchema": {"type": "object"}, "temperature": 0}
-    with pytest.raises(InvalidRequest, match=r"generationConfig\.responseJsonSchema: .* ask for JSON in the prompt"):
-        read({**ASK, CONFIG: config})
+    told = read({**ASK, CONFIG: config}).conversation.messages[0]
+    assert (told.role, told.content.endswith('{"type": "object"}')) == ("system", True)
+    plain = {"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT", "nullable": True}}
+    assert '"object"' in read({**ASK, CONFIG: plain}).conversation.messages[0].content
 
 
 def test_pydantic_ai_sends_validated_mode_with_every_name() -> None:

@@ -205,11 +205,11 @@ def test_streams_say_what_the_reply_says(turn: Message, data: st.DataObject, fin
         at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=3)))
         return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True) if a < b]
 
-    deltas = [Delta(reasoning=part) for part in cut(turn.reasoning or "")]
-    deltas += [Delta(content=part) for part in cut(turn.content)]
+    thoughts = [Delta(reasoning=part) for part in cut(turn.reasoning or "")]
+    deltas = [*thoughts, *(Delta(content=part) for part in cut(turn.content))]
     place = data.draw(st.integers(0, len(turn.tool_calls)))
     # Text can still grow behind a call that has closed.
-    deltas.insert(data.draw(st.integers(0, len(deltas))), Delta(calls=turn.tool_calls[:place]))
+    deltas.insert(data.draw(st.integers(len(thoughts), len(deltas))), Delta(calls=turn.tool_calls[:place]))
     deltas.append(Delta(calls=turn.tool_calls[place:], first_call=place))
     reply = said(turn, finish_reason)
     sent = streamed(deltas, reply)
@@ -219,12 +219,16 @@ def test_streams_say_what_the_reply_says(turn: Message, data: st.DataObject, fin
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1]["type"] == ("response.incomplete" if finish_reason == "length" else "response.completed")
-    assert events[-1]["response"] == DIALECT.reply(HEADER, read(CODEX), reply)
-    assert accumulated(events) == events[-1]["response"]["output"]
+    items = accumulated(events)
+    assert events[-1]["response"] == DIALECT.reply(HEADER, read(CODEX), reply) | {"output": items}
+    for client in (list, without_ids):
+        messages = read_items(TASK, *client(items), {"role": "user", "content": "More."})
+        assert len(messages) == 3
+        assert same_message(messages[1], turn)
     assert streamed(deltas, reply) == sent
 
 
-def test_text_is_streamed_as_it_comes_and_calls_when_the_reply_is_whole() -> None:
+def test_text_is_streamed_as_it_comes_and_calls_as_they_close() -> None:
     stream = DIALECT.stream(HEADER, read(CODEX))
     stream.begin()
     assert [e["type"] for e in events_of(stream.delta(Delta(content="I lo")))] == [
@@ -233,11 +237,15 @@ def test_text_is_streamed_as_it_comes_and_calls_when_the_reply_is_whole() -> Non
         "response.output_text.delta",
     ]
     call = ToolCall("call_1", "bash", "{}")
-    assert stream.delta(Delta(calls=(call,))) == b""
+    assert [e["type"].partition(".")[2] for e in events_of(stream.delta(Delta(calls=(call,))))] == [
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+    ]
     # A second attempt at a call was malformed, so it is text after all.
-    assert [e["delta"] for e in events_of(stream.delta(Delta(content="\n<tool_call>{")))] == ["\n<tool_call>{"]
+    late = events_of(stream.delta(Delta(content="\n<tool_call>{")))
+    assert late[-1]["delta"] == "\n<tool_call>{"
     events = events_of(stream.end(said(Message("assistant", "I lo\n<tool_call>{", (call,)), "tool_calls")))
-    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call", "message"]
 
 
 @pytest.mark.parametrize(
@@ -480,11 +488,11 @@ def test_a_choice_of_none_offers_no_tools() -> None:
         ("conversation", {"id": "conv_1"}),
         ("prompt", {"id": "pmpt_1"}),
         ("generate", False),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "name": "bash"}),
+        ("tool_choice", "must"),
+        ("tool_choice", {"type": "allowed_tools", "tools": []}),
         ("text", "plain"),
-        ("text.format", {"format": {"type": "json_schema", "name": "x", "schema": {}}}),
-        ("text.format", {"format": {"type": "json_object"}}),
+        ("text.format", {"format": {"type": "json_schema", "name": "x", "schema": 3}}),
+        ("text.format", {"format": "json"}),
         ("top_logprobs", 3),
         ("max_output_tokens", 0),
         ("max_output_tokens", "9"),
@@ -759,7 +767,8 @@ async def test_a_broken_call_behind_a_good_one_is_text_of_the_same_turn(stream: 
     ):
         house.engine.lines[0].delay_s = 0.01
         first = await asked(model, stream, input=[TASK], tools=[BASH])
-        assert [item.type for item in first.output] == ["message", "function_call"]
+        kinds = ["message", "function_call"]
+        assert [item.type for item in first.output] == (kinds[::-1] if stream else kinds)
         assert first.output_text == BROKEN
         history: list[Any] = [TASK, *played_back(first), *results(first)]
         assert (await asked(model, stream, input=history, tools=[BASH])).output_text == "Done."

@@ -114,6 +114,7 @@ class Allowance:
         self._limits = limits
         self._running = 0
         self._reserved = 0
+        self._counts = 0
         self.calls = 0
         self.tokens = 0
         self.hit = ""
@@ -141,6 +142,18 @@ class Allowance:
         self._running += 1
         self._reserved += granted
         return granted
+
+    def take_count(self) -> None:
+        """Count the tokens of a prompt, which costs as much as to begin a call.
+
+        Raises:
+            CapExceeded: as many were counted as calls may be made.
+        """
+        if self._counts >= self._limits.max_calls:
+            raise CapExceeded(
+                f"This rollout has counted tokens {self._counts} times, as often as gateway.max_calls allows."
+            )
+        self._counts += 1
 
     def give_back(self, granted: int, sampled: int) -> None:
         """End a call that was granted so many tokens and sampled so many."""

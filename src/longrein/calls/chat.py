@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from longrein.calls import wishes
 from longrein.calls.conversation import Conversation, Message, Role, Tool, ToolCall
 from longrein.calls.dialect import Ask, Delta, Header, Reply, Target, event
 from longrein.calls.fields import as_json, count, flag, folded, listed, mapping, refused, required_text, text, texts
@@ -44,12 +45,15 @@ class ChatDialect:
             if body.get(field) is not None:
                 raise refused(field, body[field], f"not supported; {remedy}")
         _refuse_other_shapes(body)
-        tools = _tools(body)
-        if _tool_choice(body.get("tool_choice")) == "none":
-            tools = ()
+        choice, dropped = tool_choice(body)
+        conversation = Conversation(_messages(body.get("messages")), () if choice == "none" else _tools(body))
+        form = body.get("response_format")
+        if form is not None and form != {"type": "text"}:
+            conversation = wishes.told(conversation, wishes.json_schema(form, "response_format"))
+            dropped += (wishes.form_note("response_format"),)
         limits = [limit for field in ("max_tokens", "max_completion_tokens") if (limit := count(body, field))]
         return Ask(
-            Conversation(_messages(body.get("messages")), tools),
+            conversation,
             text(body, "model") or "",
             stream=flag(body, "stream"),
             max_tokens=min(limits, default=None),
@@ -57,6 +61,7 @@ class ChatDialect:
             include_usage=flag(mapping(body, "stream_options"), "include_usage", "stream_options"),
             logprobs=flag(body, "logprobs"),
             token_ids=flag(body, "return_token_ids"),
+            dropped=dropped,
         )
 
     def reply(self, header: Header, ask: Ask, reply: Reply) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class ChatDialect:
             "logprobs": _logprobs(reply),
             "finish_reason": reply.finish_reason,
         }
-        return _with_ids({**_head(header, "chat.completion"), "choices": [choice], "usage": _usage(reply)}, ask, reply)
+        return _with_ids({**head(header, "chat.completion"), "choices": [choice], "usage": usage(reply)}, ask, reply)
 
     def stream(self, header: Header, ask: Ask) -> "ChatStream":
         return ChatStream(header, ask)
@@ -110,10 +115,10 @@ class ChatStream:
 
     def end(self, reply: Reply) -> bytes:
         choice = {"index": 0, "delta": {}, "logprobs": _logprobs(reply), "finish_reason": reply.finish_reason}
-        head = _head(self._header, "chat.completion.chunk")
-        events = event(as_json(_with_ids({**head, "choices": [choice]}, self._ask, reply)))
+        begun = head(self._header, "chat.completion.chunk")
+        events = event(as_json(_with_ids({**begun, "choices": [choice]}, self._ask, reply)))
         if self._ask.include_usage:
-            events += event(as_json({**head, "choices": [], "usage": _usage(reply)}))
+            events += event(as_json({**begun, "choices": [], "usage": usage(reply)}))
         return events + event(b"[DONE]")
 
     def error(self, error: CallError) -> bytes:
@@ -121,7 +126,7 @@ class ChatStream:
 
     def _chunk(self, delta: Mapping[str, Any]) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        return event(as_json({**_head(self._header, "chat.completion.chunk"), "choices": [choice]}))
+        return event(as_json({**head(self._header, "chat.completion.chunk"), "choices": [choice]}))
 
 
 def error_body(error: CallError) -> dict[str, Any]:
@@ -137,20 +142,23 @@ def _refuse_other_shapes(body: Mapping[str, Any]) -> None:
     top = body.get("top_logprobs")
     if top is not None and (isinstance(top, bool) or top != 0):
         raise refused("top_logprobs", top, "only the sampled tokens' own log-probabilities are available: leave it out")
-    shape = body.get("response_format")
-    if shape is not None and not (isinstance(shape, Mapping) and shape.get("type") == "text"):
-        raise refused("response_format", shape, "only {'type': 'text'} is supported: ask for JSON in the prompt")
     modalities = body.get("modalities")
     if modalities is not None and modalities != ["text"]:
         raise refused("modalities", modalities, "only ['text'] is supported")
 
 
-def _tool_choice(choice: object) -> str:
-    if choice is None or choice == "auto":
-        return "auto"
-    if choice == "none":
-        return "none"
-    raise refused("tool_choice", choice, "the model chooses freely: only 'auto' and 'none' are supported")
+def tool_choice(body: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """``auto``, ``none`` or what is not enforced, and in words that it is not; the same in both of OpenAI's dialects.
+
+    Raises:
+        InvalidRequest: a choice nobody has heard of.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return choice or "auto", ()
+    if choice == "required" or (isinstance(choice, Mapping) and choice.get("type") in ("function", "custom")):
+        return "required", (wishes.choice_note("tool_choice"),)
+    raise refused("tool_choice", choice, "expected 'auto', 'none', 'required' or a function")
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
@@ -237,7 +245,8 @@ def _call(where: str, call: object) -> ToolCall:
     return ToolCall(text(call, "id", where) or "", name, arguments)
 
 
-def _head(header: Header, kind: str) -> dict[str, Any]:
+def head(header: Header, kind: str) -> dict[str, Any]:
+    """What every object of OpenAI's completions begins with."""
     return {"id": header.reply_id, "object": kind, "created": header.created, "model": header.model}
 
 
@@ -245,7 +254,8 @@ def _wire_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def usage(reply: Reply) -> dict[str, int]:
+    """Tokens of a reply, in OpenAI's words."""
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,

@@ -76,7 +76,7 @@ class Conversation:
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
         return replace(self, messages=(*self.messages, *messages))
 
-    def with_demonstrations(self, turns: Sequence[Message]) -> "Conversation":
+    def after_system(self, turns: Sequence[Message]) -> "Conversation":
         """Put turns behind the leading system messages."""
         if not turns:
             return self

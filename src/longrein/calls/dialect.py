@@ -35,6 +35,7 @@ class Ask:
 
     Attributes:
         model: the name the harness used, echoed in the reply.
+        text: a bare text, or its token ids, that is to be continued instead of the conversation.
         max_tokens: most tokens the harness wants, None for no wish.
         stop: texts at which the reply ends.
         include_usage: whether a stream is to end with its usage.
@@ -49,6 +50,7 @@ class Ask:
 
     conversation: Conversation
     model: str
+    text: str | tuple[int, ...] | None = None
     stream: bool = False
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

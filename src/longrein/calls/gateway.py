@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-import time
 from pathlib import Path
 
 import uvicorn
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp
 
 from longrein.calls.admission import Gate, Queue
 from longrein.calls.agents import Agents
-from longrein.calls.dialect import CountingDialect, Dialect, Header, Target
+from longrein.calls.dialect import CountingDialect, Dialect, Target
 from longrein.calls.listening import Server, tcp_listener, unix_listener
 from longrein.calls.reading import Paths, as_call_error, keys_in, parse_body, read_body
 from longrein.calls.rendering import Renderer
@@ -184,13 +183,13 @@ class Gateway:
         raw = await self._body(request)
         digest = hashlib.sha256(f"{request.url.path} {sorted(target.query.items())}\n".encode() + raw).digest()
         body = parse_body(raw)
+        ask = dialect.read(body, target)
         try:
-            answer = rollout.admit(dialect, body, digest, target)
+            answer = rollout.admit(ask, dialect, body, digest, target)
         except ContextLengthExceeded as error:
-            ask = dialect.read(body, target)
             if not (dialect.overflow_in_stream and ask.stream):
                 raise
-            stream = dialect.stream(Header(dialect.reply_id(), int(time.time()), ask.model), ask)
+            stream = dialect.stream(rollout.header(ask, dialect), ask)
             return Response(stream.begin() + stream.error(error), headers={"content-type": stream.content_type})
         return Delivery(rollout, answer, dialect, self._services.config.keepalive_s)
 

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
+from longrein.calls import wishes
 from longrein.calls.conversation import Conversation, Message, Tool, ToolCall, parsed_arguments
 from longrein.calls.dialect import Ask, Delta, Header, Reply, Stream, Target, event
 from longrein.calls.fields import count, flag, folded, listed, mapping, refused, required_text, text, texts
@@ -78,6 +79,9 @@ class GeminiDialect:
         config = _camel(mapping(body, "generationConfig"))
         _refuse_other_shapes(config)
         conversation, dropped = _conversation(body)
+        if form := _form(config):
+            conversation = wishes.told(conversation, form)
+            dropped += (wishes.form_note("generationConfig.responseMimeType"),)
         return Ask(
             conversation,
             (target.model or text(body, "model") or "").removeprefix("models/"),
@@ -220,13 +224,6 @@ def _several(body: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
 
 
 def _refuse_other_shapes(config: Mapping[str, Any]) -> None:
-    for name in ("responseSchema", "responseJsonSchema", "responseFormat"):
-        if config.get(name) is not None:
-            raise refused(f"generationConfig.{name}", config[name], "not supported: ask for JSON in the prompt")
-    kind = config.get("responseMimeType")
-    if kind not in (None, "", "text/plain"):
-        why = "only text/plain is supported: ask for JSON in the prompt"
-        raise refused("generationConfig.responseMimeType", kind, why)
     n = config.get("candidateCount")
     if n is not None and (isinstance(n, bool) or n != 1):
         why = "one candidate a call is supported: leave it out, or ask several times"
@@ -240,23 +237,41 @@ def _refuse_other_shapes(config: Mapping[str, Any]) -> None:
             raise refused("generationConfig.responseModalities", given, "only TEXT is supported")
 
 
+def _form(config: Mapping[str, Any]) -> str | None:
+    """What the model is told of the reply's form, if it is not plain text."""
+    where = "generationConfig"
+    if config.get("responseFormat") is not None:
+        raise refused(f"{where}.responseFormat", config["responseFormat"], "send responseMimeType and a schema")
+    kind = text(config, "responseMimeType", where) or "text/plain"
+    if kind not in ("text/plain", "application/json"):
+        raise refused(f"{where}.responseMimeType", kind, "expected text/plain or application/json")
+    schema = mapping(config, "responseJsonSchema", where)
+    if not schema and (given := mapping(config, "responseSchema", where)):
+        schema = _json_schema(given)
+    if schema and kind != "application/json":
+        raise refused(f"{where}.responseMimeType", kind, "a schema goes with application/json")
+    return wishes.in_json(schema) if kind == "application/json" else None
+
+
 def _conversation(body: Mapping[str, Any]) -> tuple[Conversation, tuple[str, ...]]:
     """What the model is to continue, and what was left out of it."""
     tools, dropped = _tools(_several(body, "tools"))
-    tools = _chosen(tools, _camel(mapping(body, "toolConfig")))
-    return Conversation((*_system(body.get("systemInstruction")), *_messages(body)), tools), dropped
+    tools, unforced = _chosen(tools, _camel(mapping(body, "toolConfig")))
+    return Conversation((*_system(body.get("systemInstruction")), *_messages(body)), tools), dropped + unforced
 
 
-def _chosen(tools: tuple[Tool, ...], config: Mapping[str, Any]) -> tuple[Tool, ...]:
+def _chosen(tools: tuple[Tool, ...], config: Mapping[str, Any]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """The tools to offer, and in words what is not enforced about them."""
     where = "toolConfig.functionCallingConfig"
     config = _camel(mapping(config, "functionCallingConfig", "toolConfig"))
     mode = (text(config, "mode", where) or "AUTO").upper()
     if mode == "NONE":
-        return ()
-    if mode not in ("AUTO", "VALIDATED", "MODE_UNSPECIFIED"):
-        raise refused(f"{where}.mode", mode, "the model chooses freely: only AUTO, VALIDATED and NONE are supported")
-    allowed = listed(config, "allowedFunctionNames", where)
-    return tuple(tool for tool in tools if tool.name in allowed) if allowed else tools
+        return (), ()
+    if mode not in ("AUTO", "VALIDATED", "MODE_UNSPECIFIED", "ANY"):
+        raise refused(f"{where}.mode", mode, "expected AUTO, VALIDATED, ANY or NONE")
+    if allowed := listed(config, "allowedFunctionNames", where):
+        tools = tuple(tool for tool in tools if tool.name in allowed)
+    return tools, (wishes.choice_note(f"{where}.mode"),) if mode == "ANY" else ()
 
 
 def _tools(given: Sequence[Any]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from longrein.calls import dialect, fields
+from longrein.calls import dialect, fields, wishes
 from longrein.calls.conversation import Conversation, Message, Tool, ToolCall
 from longrein.calls.dialect import Ask, Delta, Header, Reply, Target
 from longrein.calls.fields import refused
@@ -57,7 +57,6 @@ class MessagesDialect:
         return f"msg_{secrets.token_hex(12)}"
 
     def read(self, body: Mapping[str, Any], target: Target) -> Ask:
-        _refuse_other_shapes(body)
         conversation, dropped = _conversation(body)
         if conversation.messages[-1].role == "assistant":
             last = f"messages[{len(body['messages']) - 1}].role"
@@ -168,13 +167,6 @@ class MessagesStream:
 # ---- reading
 
 
-def _refuse_other_shapes(body: Mapping[str, Any]) -> None:
-    shape = fields.mapping(body, "output_config").get("format")
-    for field, given in (("output_config.format", shape), ("output_format", body.get("output_format"))):
-        if given is not None:
-            raise refused(field, given, "only text is supported: leave it out and ask for JSON in the prompt")
-
-
 def _conversation(body: Mapping[str, Any]) -> tuple[Conversation, tuple[str, ...]]:
     """The conversation, and in words what was left out of it."""
     given = body.get("messages")
@@ -187,14 +179,19 @@ def _conversation(body: Mapping[str, Any]) -> tuple[Conversation, tuple[str, ...
     tools, dropped = _tools(fields.listed(body, "tools"), loaded)
     if fields.listed(body, "mcp_servers"):
         dropped.append("mcp_servers: only Anthropic's own service connects to them")
-    return Conversation(tuple(messages), tools if _may_call(body) else ()), tuple(dropped)
-
-
-def _may_call(body: Mapping[str, Any]) -> bool:
-    kind = fields.mapping(body, "tool_choice").get("type", "auto")
-    if kind not in ("auto", "none"):
-        raise refused("tool_choice.type", kind, "the model chooses freely: only 'auto' and 'none' are supported")
-    return bool(kind == "auto")
+    choice = fields.mapping(body, "tool_choice").get("type", "auto")
+    if choice in ("any", "tool"):
+        dropped.append(wishes.choice_note("tool_choice"))
+    elif choice not in ("auto", "none"):
+        raise refused("tool_choice.type", choice, "expected auto, any, tool or none")
+    conversation = Conversation(tuple(messages), () if choice == "none" else tools)
+    forms = {"output_config.format": fields.mapping(body, "output_config").get("format")}
+    forms["output_format"] = body.get("output_format")
+    for where, form in forms.items():
+        if form is not None:
+            conversation = wishes.told(conversation, wishes.json_schema(form, where))
+            dropped.append(wishes.form_note(where))
+    return conversation, tuple(dropped)
 
 
 def _tools(given: Sequence[Any], loaded: set[str]) -> tuple[tuple[Tool, ...], list[str]]:

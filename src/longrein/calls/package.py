@@ -15,11 +15,19 @@ import jinja2
 import numpy as np
 
 from longrein.calls.conversation import Conversation, Message, Tool, ToolCall
-from longrein.calls.rendering import PROBE_TOOL, Prompt, Recorded, SystemPlaces, read_json, unknown_renderer
+from longrein.calls.rendering import (
+    PROBE_TOOL,
+    Prompt,
+    Recorded,
+    SystemPlaces,
+    read_json,
+    tokens_of,
+    unknown_renderer,
+)
 from longrein.calls.reply import reply_message
 from longrein.calls.template import TemplateRenderer, wire_message
 from longrein.errors import InvalidRequest, ModelError
-from longrein.records import Cause
+from longrein.records import Cause, IntArray
 
 # ``model_type`` of config.json → families of the package whose renderer may fit. Whether one does is tried out.
 # gpt-oss is chosen by name only: its renderer opens the analysis channel in the prompt, which the template does not.
@@ -97,7 +105,7 @@ class PackageRenderer:
                 "template and model.tool_format: hermes to declare them in the system prompt.",
                 param="tools",
             )
-        conversation = self._places.present(conversation.with_demonstrations(self._demonstrations))
+        conversation = self._places.present(conversation.after_system(self._demonstrations))
         return Prompt(np.asarray(self._ids(conversation.messages, conversation.tools), dtype=np.int32))
 
     def _ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -160,6 +168,13 @@ class PackageRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if len(ids) else ""
+
+    def encode(self, text: str, *, begin: bool) -> IntArray:
+        return tokens_of(self._tokenizer, text, begin=begin)
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self._tokenizer)
 
     def describe(self) -> str:
         turns = f", {len(self._demonstrations)} demonstration turns" if self._demonstrations else ""

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import yaml
 
 from longrein.calls.conversation import Conversation, Message, Tool
@@ -116,6 +117,15 @@ class Renderer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
+        ...
+
+    def encode(self, text: str, *, begin: bool) -> IntArray:
+        """(N,) int32, special tokens recognised; with ``begin``, what the tokenizer puts in front of a text."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens."""
         ...
 
     def describe(self) -> str:
@@ -235,6 +245,11 @@ def load_tokenizer(directory: Path) -> Any:
     # Cleaning up spaces would change what the model wrote.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
+
+
+def tokens_of(tokenizer: Any, text: str, *, begin: bool) -> IntArray:
+    """(N,) int32; with ``begin``, behind what the tokenizer puts in front of a text."""
+    return np.asarray(tokenizer.encode(text, add_special_tokens=begin), dtype=np.int32)
 
 
 def load_demonstrations(file: Path) -> tuple[Message, ...]:

@@ -46,6 +46,7 @@ class GrowingReply:
 
     Args:
         live: whether deltas are wanted; without, the reply is read once, when it is whole.
+        plain: whether the completion is a text that goes on: there are no calls and no thinking in it.
         stop: texts that end the reply.
         pace_s: least seconds between two deltas; no harness reads faster.
     """
@@ -58,13 +59,15 @@ class GrowingReply:
         stop: Sequence[str],
         *,
         live: bool,
+        plain: bool = False,
         pace_s: float = 0.02,
     ) -> None:
         self._renderer = renderer
         self._prompt_ids = prompt_ids
         self._tools = tools
         self._stop = tuple(stop)
-        self._live = live and renderer.incremental
+        self._live = live and (plain or renderer.incremental)
+        self._plain = plain
         self._ids: list[int] = []
         self._read = 0
         self._read_at = -math.inf
@@ -110,6 +113,9 @@ class GrowingReply:
         return enough and time.monotonic() - self._read_at >= self._pace_s
 
     def _parse(self, *, final: bool) -> Message:
+        if self._plain:
+            ended = bool(self._ids) and self._ids[-1] in self._renderer.stop_ids
+            return Message("assistant", self._renderer.decode(self._ids[:-1] if ended else self._ids))
         return self._renderer.parse(self._ids, self._prompt_ids, self._tools, final=final)
 
     def _delta(self, message: Message) -> Delta | None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longrein.calls.chat import error_body
+from longrein.calls import wishes
+from longrein.calls.chat import error_body, tool_choice
 from longrein.calls.conversation import Conversation, Message, Role, Tool, ToolCall, parsed_arguments
 from longrein.calls.dialect import Ask, Delta, Header, Reply, Target, event
 from longrein.calls.fields import as_json, count, flag, folded, listed, mapping, name_of, refused, required_text, text
@@ -33,6 +34,9 @@ CARRIED = "longrein.plain."
 
 OUR_ITEM = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{28})_\d+")
 """Ids of items that this gateway sent: they hold the id of their reply."""
+
+TEXT = {"type": "text"}
+"""The form of a reply that is asked for no other."""
 
 # What a custom tool's function takes: one text.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -60,18 +64,21 @@ class ResponsesDialect:
         _refuse_other_shapes(body)
         previous = text(body, "previous_response_id") or None
         tools, wire_tools, dropped = _tools(body)
-        choice = body.get("tool_choice")
-        if choice is not None and choice not in ("auto", "none"):
-            raise refused("tool_choice", choice, "the model chooses freely: only 'auto' and 'none' are supported")
+        choice, unforced = tool_choice(body)
+        instructions = [given] if (given := text(body, "instructions")) else []
+        form = mapping(body, "text").get("format") or TEXT
+        if form != TEXT:
+            instructions.append(wishes.json_schema(form, "text.format"))
+            dropped += (wishes.form_note("text.format"),)
         return Ask(
             Conversation(_messages(body.get("input"), previous), () if choice == "none" else tools),
             text(body, "model") or "",
             stream=flag(body, "stream"),
             max_tokens=count(body, "max_output_tokens"),
             previous=previous,
-            instructions=text(body, "instructions") or None,
-            dropped=dropped,
-            notes={"tools": wire_tools, "tool_choice": choice or "auto"},
+            instructions="\n\n".join(instructions) or None,
+            dropped=dropped + unforced,
+            notes={"tools": wire_tools, "tool_choice": body.get("tool_choice") or "auto", "format": form},
         )
 
     def read_count(self, body: Mapping[str, Any], target: Target) -> Conversation:
@@ -105,10 +112,8 @@ class ResponsesDialect:
 
 
 class ResponsesStream:
-    """Events of one reply. Items come one after the other, each closed before the next.
-
-    Calls come last, when the reply is whole: text that turns out to be no call still belongs to the message before
-    them, and no harness acts on a call of a reply that fails.
+    """Events of one reply. Items come one after the other, each closed before the next; text or thinking that grows
+    after its item has closed goes into an item of its own, and reads as one with the first when it is played back.
     """
 
     content_type = "text/event-stream; charset=utf-8"
@@ -131,24 +136,26 @@ class ResponsesStream:
 
     def delta(self, delta: Delta) -> bytes:
         events = b""
-        if delta.reasoning and not (self._open or self._output):
-            events += self._opened(_reasoning_item(_item_id("rs", self._header, 0), ""))
-        if delta.reasoning and self._open is not None and self._open["type"] == "reasoning":
+        if delta.reasoning:
+            events += self._enter("reasoning")
             events += self._gained("response.reasoning_text.delta", delta.reasoning)
         if delta.content:
-            events += self._message_opened()
+            events += self._enter("message")
             events += self._gained("response.output_text.delta", delta.content, logprobs=[])
+        if delta.calls:
+            events += self._closed("completed")
+        for call in delta.calls:
+            events += self._called(call)
         return events
 
     def end(self, reply: Reply) -> bytes:
         events = b""
-        if reply.message.content or not reply.message.tool_calls:
-            events += self._message_opened()
+        if not (reply.message.content or reply.message.tool_calls):
+            events += self._enter("message")
         events += self._closed(_status(reply))
-        for call in reply.message.tool_calls:
-            events += self._called(call)
         name = "response.incomplete" if _status(reply) == "incomplete" else "response.completed"
-        return events + self._event(name, response=self._dialect.reply(self._header, self._ask, reply))
+        whole = self._dialect.reply(self._header, self._ask, reply) | {"output": self._output}
+        return events + self._event(name, response=whole)
 
     def error(self, error: CallError) -> bytes:
         code = "server_error" if error.status >= 500 else error.code
@@ -171,11 +178,14 @@ class ResponsesStream:
         self._output.append(item)
         return events
 
-    def _message_opened(self) -> bytes:
-        if self._open is not None and self._open["type"] == "message":
+    def _enter(self, kind: str) -> bytes:
+        """The item of this kind that is open, or a new one."""
+        if self._open is not None and self._open["type"] == kind:
             return b""
-        closed = self._closed("completed")
-        return closed + self._opened(_message_item(_item_id("msg", self._header, len(self._output)), "", "in_progress"))
+        closed, place = self._closed("completed"), len(self._output)
+        if kind == "reasoning":
+            return closed + self._opened(_reasoning_item(_item_id("rs", self._header, place), ""))
+        return closed + self._opened(_message_item(_item_id("msg", self._header, place), "", "in_progress"))
 
     def _opened(self, item: dict[str, Any]) -> bytes:
         self._open, self._told = item, ""
@@ -225,9 +235,6 @@ def _refuse_other_shapes(body: Mapping[str, Any]) -> None:
     top = body.get("top_logprobs")
     if top is not None and (isinstance(top, bool) or top != 0):
         raise refused("top_logprobs", top, "log-probabilities are given in chat completions only: leave it out")
-    shape = mapping(body, "text").get("format")
-    if shape is not None and not (isinstance(shape, Mapping) and shape.get("type") == "text"):
-        raise refused("text.format", shape, "only {'type': 'text'} is supported: ask for JSON in the prompt")
 
 
 # ---- tools
@@ -329,11 +336,12 @@ class _Turns:
             return
         turn = self.messages[self._place]
         self._reply = self._reply or reply
+        # Nothing goes between two texts of one turn: a stream had to interrupt the one that they were.
         self.messages[self._place] = Message(
             "assistant",
-            folded([part for part in (turn.content, piece.content) if part]),
+            turn.content + piece.content,
             (*turn.tool_calls, *piece.tool_calls),
-            reasoning=folded([part for part in (turn.reasoning, piece.reasoning) if part]) or None,
+            reasoning=(turn.reasoning or "") + (piece.reasoning or "") or None,
         )
 
     def _belongs(self, piece: Message, reply: str | None) -> bool:
@@ -342,7 +350,7 @@ class _Turns:
         if reply is not None and self._reply is not None:
             return reply == self._reply
         turn = self.messages[self._place]
-        if self._place != len(self.messages) - 1 or (turn.content and piece.content):
+        if self._place != len(self.messages) - 1 or (turn.content and piece.content and not turn.tool_calls):
             return False
         return not piece.reasoning or not (turn.reasoning or turn.content or turn.tool_calls)
 
@@ -451,7 +459,7 @@ def _response(header: Header, ask: Ask, status: str, output: Sequence[Mapping[st
         "parallel_tool_calls": True,
         "previous_response_id": ask.previous,
         "temperature": None,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": ask.notes.get("format", TEXT)},
         "tool_choice": ask.notes.get("tool_choice", "auto"),
         "tools": [],
         "top_p": None,

@@ -24,6 +24,7 @@ from longrein.calls.fields import refused
 from longrein.calls.reply import GrowingReply
 from longrein.calls.services import Services
 from longrein.calls.sessions import Sessions
+from longrein.calls.texts import Texts
 from longrein.engines.engine import SampleChunk, SampleRequest
 from longrein.errors import (
     CallError,
@@ -72,6 +73,7 @@ class OpenRollout:
         self._temperature = temperature
         self._seed = seed
         self._sessions = Sessions(services.renderer)
+        self._texts = Texts(services.renderer)
         self._allowance = Allowance(services.config)
         self._answers: dict[bytes, Answer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -85,7 +87,7 @@ class OpenRollout:
     def use(self) -> RolloutUse:
         return RolloutUse(self._answered, self._allowance.tokens, self._allowance.hit or None, self._failure)
 
-    def admit(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
+    def admit(self, ask: Ask, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
         """The answer to a request: one under way or not delivered yet, if the request is the same, or a new one.
 
         Whoever is given an answer must ``leave`` it.
@@ -97,7 +99,7 @@ class OpenRollout:
             raise UnknownKey("This rollout has ended.")
         answer = self._answers.get(digest)
         if answer is None:
-            answer = self._begin(dialect, body, digest, target)
+            answer = self._begin(ask, dialect, body, digest, target)
         answer.followers += 1
         return answer
 
@@ -106,14 +108,20 @@ class OpenRollout:
 
         Raises:
             InvalidRequest: the model's template cannot show it.
+            CapExceeded: the rollout has counted as often as it may.
         """
         if self._closed:
             raise UnknownKey("This rollout has ended.")
+        self._allowance.take_count()
         return len(self._sessions.open(conversation).prompt.ids)
 
-    def _begin(self, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
-        ask = self._whole_conversation(dialect.read(body, target))
-        opening = self._sessions.open(ask.conversation)
+    def header(self, ask: Ask, dialect: Dialect) -> Header:
+        """A new reply's."""
+        return Header(dialect.reply_id(), int(time.time()), ask.model or self._services.config.model_name)
+
+    def _begin(self, ask: Ask, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
+        ask = self._whole_conversation(ask)
+        opening = self._sessions.open(ask.conversation) if ask.text is None else self._texts.open(ask.text)
         limit = self._services.engine.context_length
         room = limit - len(opening.prompt.ids)
         if room < 1:
@@ -126,7 +134,6 @@ class OpenRollout:
             self._services.queue.leave()
             raise
         index, self._index = self._index, self._index + 1
-        header = Header(dialect.reply_id(), int(time.time()), ask.model or self._services.config.model_name)
         request = SampleRequest(
             opening.prompt.ids,
             granted,
@@ -137,6 +144,7 @@ class OpenRollout:
             seed=None if self._seed is None else _call_seed(self._seed, index),
         )
         agent = self._services.agents.of(ask.conversation, ask.model, target.headers)
+        header = self.header(ask, dialect)
         answer = Answer(f"call-{secrets.token_hex(12)}", index, digest, ask, agent, header, opening, request)
         # Only the last undelivered reply may be asked for again: what comes now goes on without the earlier ones.
         self._answers = {key: old for key, old in self._answers.items() if not old.undelivered}
@@ -195,6 +203,7 @@ class OpenRollout:
             ask.conversation.tools,
             ask.stop,
             live=ask.stream,
+            plain=ask.text is not None,
         )
         chunks = self._services.engine.sample(answer.request)
         try:
@@ -306,11 +315,15 @@ class OpenRollout:
         if not answer.undelivered:
             answer.undelivered = True
             self._sessions.forget(answer.call_id)
+            self._texts.forget(answer.call_id)
             await self._services.recorder.deliver(answer.call_id, False)
 
     def _remember(self, answer: Answer, reply: Reply) -> None:
         ids = np.asarray(answer.sample.ids, dtype=np.int32)
-        self._sessions.add(answer.call_id, answer.opening, reply.message, ids, whole=answer.whole)
+        if answer.ask.text is None:
+            self._sessions.add(answer.call_id, answer.opening, reply.message, ids, whole=answer.whole)
+        else:
+            self._texts.add(answer.call_id, answer.opening, reply.message.content, ids, whole=answer.whole)
         self._by_reply[answer.header.reply_id] = (answer.call_id, answer.ask.instructions is not None)
 
     def _forget(self, answer: Answer) -> None:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longrein.calls.chat import ChatDialect
+from longrein.calls.completions import CompletionsDialect
 from longrein.calls.dialect import CountingDialect, Dialect, Target
 from longrein.calls.gemini import GeminiDialect
 from longrein.calls.messages import MessagesDialect
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from longrein.calls.gateway import Gateway
 
 CHAT = ChatDialect()
+COMPLETIONS = CompletionsDialect()
 MESSAGES = MessagesDialect()
 RESPONSES = ResponsesDialect()
 GEMINI = GeminiDialect()
@@ -84,6 +86,7 @@ def routes(gateway: "Gateway") -> list[Route]:
 
     return [
         _route("/v1/chat/completions", asking(CHAT), "POST"),
+        _route("/v1/completions", asking(COMPLETIONS), "POST"),
         _route("/v1/messages", asking(MESSAGES), "POST"),
         _route("/v1/messages/count_tokens", counting(MESSAGES), "POST"),
         _route("/v1/responses", asking(RESPONSES), "POST"),

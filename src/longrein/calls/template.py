@@ -16,7 +16,15 @@ import numpy as np
 
 from longrein.calls import hermes
 from longrein.calls.conversation import Conversation, Message, Tool, ToolCall, parsed_arguments, same_message
-from longrein.calls.rendering import PROBE_TOOL, Prompt, Recorded, SystemPlaces, TextMark, read_json
+from longrein.calls.rendering import (
+    PROBE_TOOL,
+    Prompt,
+    Recorded,
+    SystemPlaces,
+    TextMark,
+    read_json,
+    tokens_of,
+)
 from longrein.calls.reply import reply_message
 from longrein.errors import InvalidRequest, ModelError
 from longrein.records import Cause, IntArray
@@ -72,7 +80,7 @@ class TemplateRenderer:
         text = self.text(conversation)
         comparable = self._comparable(conversation)
         marked = text if comparable is conversation else self.text(comparable)
-        return Prompt(self._encode(text), TextMark.of(marked))
+        return Prompt(self.encode(text, begin=False), TextMark.of(marked))
 
     def extend(self, recorded: Recorded, conversation: Conversation) -> Prompt | Cause:
         if not recorded.whole or recorded.prompt.mark is None:
@@ -83,7 +91,7 @@ class TemplateRenderer:
         after = self._after_reply(recorded, text[recorded.prompt.mark.length :])
         if after is None:
             return self._why(recorded, text)
-        ids = np.concatenate([recorded.prompt.ids, recorded.completion_ids, self._encode(after)])
+        ids = np.concatenate([recorded.prompt.ids, recorded.completion_ids, self.encode(after, begin=False)])
         return Prompt(ids, TextMark.of(text))
 
     def mark_of(self, recorded: Recorded) -> TextMark:
@@ -94,7 +102,7 @@ class TemplateRenderer:
     def text(self, conversation: Conversation, *, ask: bool = True) -> str:
         """The template's text; with ``ask``, up to where the model's next turn begins."""
         self._refuse_what_would_be_dropped(conversation)
-        conversation = conversation.with_demonstrations(self._demonstrations)
+        conversation = conversation.after_system(self._demonstrations)
         if self._tool_format == "hermes":
             conversation = hermes.present(conversation)
         conversation = self._places.present(conversation)
@@ -149,7 +157,9 @@ class TemplateRenderer:
 
     def _reads_as(self, shown: str, recorded: Recorded) -> bool:
         """Whether the template's rendition of a reply (re-serialised arguments, say) means the reply that was given."""
-        read = self.parse(self._encode(shown).tolist(), recorded.prompt.ids.tolist(), recorded.conversation.tools)
+        read = self.parse(
+            self.encode(shown, begin=False).tolist(), recorded.prompt.ids.tolist(), recorded.conversation.tools
+        )
         reply = recorded.reply
         if self._keep_thinking:
             read, reply = (_only(Conversation((message,)).without_reasoning()) for message in (read, reply))
@@ -180,8 +190,12 @@ class TemplateRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if len(ids) else ""
 
-    def _encode(self, text: str) -> IntArray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    def encode(self, text: str, *, begin: bool) -> IntArray:
+        return tokens_of(self._tokenizer, text, begin=begin)
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self._tokenizer)
 
     def describe(self) -> str:
         if self._tool_format is not None:
@@ -212,7 +226,7 @@ class TemplateRenderer:
             text = self._apply((Message("user", "a"), Message("assistant", word)), (), False)
         except InvalidRequest:
             return None
-        ids = self._encode(text.rpartition(word)[2])
+        ids = self.encode(text.rpartition(word)[2], begin=False)
         special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
         return int(ids[0]) if len(ids) and int(ids[0]) in special else None
 
@@ -234,7 +248,7 @@ class TemplateRenderer:
             text = self._apply(told, (PROBE_TOOL,), False).removeprefix(asked)
         except InvalidRequest:
             return None
-        ids = self._encode(text).tolist()
+        ids = self.encode(text, begin=False).tolist()
         for name in LIBRARY_PARSERS:
             parsed = _library_reader(self._tokenizer, name).parse_response(ids)
             if [(call.name, call.arguments) for call in parsed.tool_calls] == [
