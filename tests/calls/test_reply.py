@@ -109,3 +109,19 @@ def test_a_stop_text_ends_the_reply(tiny_directory: Path, live: bool) -> None:
     message, rest = growing.finish()
     assert message.content == "Thought: É"
     assert "".join(delta.content for delta in [*told, rest] if delta) == "Thought: É"
+
+
+def test_text_inside_an_open_call_is_no_content(qwen3_directory: Path) -> None:
+    renderer, tokenizer = renderer_of(qwen3_directory), tokenizer_of(qwen3_directory)
+    growing = GrowingReply(renderer, [1], (BASH,), (), live=True, pace_s=0)
+    told = [growing.grow([i]) for i in tokenizer.encode(f"I look now.\n{CALL}<|im_end|>")]
+    assert "".join(delta.content for delta in told if delta) == "I look now."
+    assert growing.finish()[0].content == "I look now."
+
+
+def test_text_behind_thinking_is_content(qwen3_directory: Path) -> None:
+    renderer, tokenizer = renderer_of(qwen3_directory), tokenizer_of(qwen3_directory)
+    growing = GrowingReply(renderer, [1], (BASH,), (), live=True, pace_s=0)
+    told = [growing.grow([i]) for i in tokenizer.encode("<think>\nHm, so.\n</think>\n\nI look now.<|im_end|>")]
+    assert "".join(delta.content for delta in told if delta) == "I look now."
+    assert "".join(delta.reasoning for delta in told if delta) == "Hm, so."

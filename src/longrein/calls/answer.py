@@ -69,7 +69,7 @@ class Answer:
         self.undelivered = False
         self.whole = True
         self._deltas: list[Delta] = []
-        self._news = asyncio.Event()
+        self._waiting: list[asyncio.Future[bool]] = []
 
     @property
     def ended(self) -> bool:
@@ -90,25 +90,37 @@ class Answer:
             self._wake()
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        for waiting in self._waiting:
+            _tell(waiting, True)
+        self._waiting.clear()
 
     async def follow(self, gone: "asyncio.Task[None]", keepalive_s: float) -> AsyncIterator[Delta | None]:
         """Every delta from the first on, and None after each ``keepalive_s`` of silence, until the end or ``gone``."""
         told = 0
+        gone.add_done_callback(lambda _: self._wake())
         while True:
-            news = self._news
             while told < len(self._deltas):
                 told += 1
                 yield self._deltas[told - 1]
-            if gone.done() or (self.ended and told == len(self._deltas)):
+            if gone.done() or self.ended:
                 return
-            if news is not self._news:
-                continue
-            waiting = asyncio.ensure_future(news.wait())
-            try:
-                done, _ = await asyncio.wait({waiting, gone}, timeout=keepalive_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                waiting.cancel()
-            if not done:
+            if not await self._news(keepalive_s):
                 yield None
+
+    async def _news(self, patience_s: float) -> bool:
+        """Wait until something has changed; False once nothing has for so long."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[bool] = loop.create_future()
+        self._waiting.append(waiting)
+        bell = loop.call_later(patience_s, _tell, waiting, False)
+        try:
+            return await waiting
+        finally:
+            bell.cancel()
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+
+def _tell(waiting: "asyncio.Future[bool]", news: bool) -> None:
+    if not waiting.done():
+        waiting.set_result(news)

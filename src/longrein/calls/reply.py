@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # A tag that may still be growing at the end of a text is no longer than this.
 LONGEST_TAG = 32
 
+# A token that is more than text (a tag, a call, an end, a piece of a character) shows one of these.
+MARKUP = frozenset("<>[]{}|\ufffd")
+
 
 def reply_message(
     parsed: Any, ids: Sequence[int], decode: Callable[[Sequence[int]], str], *, offered: bool, final: bool
@@ -73,6 +76,7 @@ class GrowingReply:
         self._read_at = -math.inf
         self._pace_s = pace_s
         self._sent = Message("assistant", "", reasoning="")
+        self._open: Message | None = None
         self.cut = False
         self.stopped_by: str | None = None
 
@@ -85,8 +89,9 @@ class GrowingReply:
         self.cut = bool(self._stop) and self._has_stop(len(ids))
         if not self._live or self.cut or not self._due():
             return None
+        message = self._lengthened() or self._parse(final=False)
+        self._open = message if message is self._open or self._is_open(message) else None
         self._read, self._read_at = len(self._ids), time.monotonic()
-        message = self._parse(final=False)
         doubtless = message.content.rstrip("\ufffd") if message.tool_calls else self._beyond_doubt(message.content)
         message = replace(message, content=doubtless)
         if not (message.content or message.tool_calls):
@@ -111,6 +116,28 @@ class GrowingReply:
         # Reading the whole text each time would cost the square of its length; a 32nd more at a time costs little.
         enough = len(self._ids) - self._read >= max(1, len(self._ids) // 32)
         return enough and time.monotonic() - self._read_at >= self._pace_s
+
+    def _lengthened(self) -> Message | None:
+        """The last reading with the text that has come since, where reading all of it again would give no more."""
+        if self._open is None:
+            return None
+        # Behind the last token read, for some tokenizers begin a text otherwise than they go on with it.
+        before = self._renderer.decode(self._ids[self._read - 1 : self._read])
+        text = self._renderer.decode(self._ids[self._read - 1 :])
+        added = text[len(before) :]
+        if not text.startswith(before) or not MARKUP.isdisjoint(added):
+            return None
+        self._open = replace(self._open, content=self._open.content + added)
+        return self._open
+
+    def _is_open(self, message: Message) -> bool:
+        """Whether its content is all that was said, apart from thinking: plain text can then only lengthen it."""
+        if self._plain or message.tool_calls or not message.content:
+            return False
+        said = self._renderer.decode(self._ids)
+        if message.reasoning is not None:
+            said = said.partition("</think>")[2]
+        return said.lstrip() == message.content.lstrip()
 
     def _parse(self, *, final: bool) -> Message:
         if self._plain:
