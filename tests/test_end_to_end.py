@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from longrein.ledger import Ledger
 from longrein.plan import training_groups
 from longrein.records import Call, Rollout, Split
 from longrein.run import load_tasks
-from tests.workshop import make_workshop, read_metrics
+from tests.workshop import HARNESS, make_workshop, read_metrics
 
 
 def longrein(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -143,6 +144,9 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> No
         (["--set", "tasks.train=./absent"], ["absent"]),
         (["--set", "training.stesp=1"], ["training.stesp", "training.steps"]),
         (["--set", "harness.command=[no-such-program]"], ["no-such-program"]),
+        (["--set", "learner.lora={targets: [query]}"], ["learner.lora.targets", "query", "q_proj"]),
+        (["--set", "model.context_length=16"], ["model.context_length", "16"]),
+        (["--set", "training.rollouts=1"], ["--set training.rollouts=1", "training.rollouts"]),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, change: list[str], says: list[str]) -> None:
@@ -154,13 +158,44 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, change:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_port_in_use_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = longrein("train", "--config", config, "--set", f"gateway.port={taken.getsockname()[1]}")
+    assert ended.returncode == 1 and "gateway" in ended.stderr and "in use" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [
+        ("import sys; sys.exit('no such key: MODEL')", "it said last: no such key: MODEL"),
+        (
+            HARNESS.replace('"messages": messages}', '"messages": messages, "n": 3}'),
+            "each was refused, the last with 400: n: 3 was given",
+        ),
+    ],
+)
+def test_where_no_rollout_works_the_run_ends_at_once_and_says_why(tmp_path: Path, agent: str, says: str) -> None:
+    config = make_workshop(tmp_path)
+    (tmp_path / "agent.py").write_text(agent)
+    ended = longrein("train", "--config", config)
+    assert ended.returncode == 1
+    assert "none of its 4 rollouts gave a reward" in ended.stderr and says in ended.stderr, ended.stderr
+    assert read_metrics(tmp_path) == []
+
+
 def test_a_changed_task_is_refused_on_resume(tmp_path: Path) -> None:
     config = make_workshop(tmp_path, steps=1)
     assert longrein("train", "--config", config).returncode == 0
     (tmp_path / "tasks" / "train" / "say-1" / "instruction.md").write_text("Something else.\n")
     ended = longrein("train", "--config", config, "--set", "training.steps=2")
     assert ended.returncode == 1
-    assert "tasks.train" in ended.stderr
+    assert "tasks.train: its files have changed" in ended.stderr and str(tmp_path / "run") in ended.stderr
+    other = longrein("train", "--config", config, "--set", "model.keep_thinking=true", "--set", "sampling.top_k=5")
+    assert other.returncode == 1
+    assert "model.keep_thinking was False, now True" in other.stderr
+    assert "sampling.top_k was 0, now 5" in other.stderr, other.stderr
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:

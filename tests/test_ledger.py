@@ -113,10 +113,14 @@ async def test_a_second_holder_is_refused(tmp_path: Path) -> None:
 
 async def test_another_run_is_refused(tmp_path: Path) -> None:
     ledger = await Ledger.open(tmp_path / "ledger.db")
-    await ledger.identify({"model": "a", "seed": "0"})
-    await ledger.identify({"model": "a", "seed": "0"})
-    with pytest.raises(LedgerError, match=r"model was 'a', now 'b'"):
-        await ledger.identify({"model": "b", "seed": "0"})
+    # Nothing was begun with the first two.
+    for model in ("x", "a", "a"):
+        assert await ledger.identify({"model": model, "seed": "0"}) == []
+    await ledger.add_group(GROUP)
+    await ledger.add_rollout(ROLLOUT)
+    assert await ledger.identify({"model": "a", "seed": "0"}) == []
+    assert await ledger.identify({"model": "b", "seed": "0", "more": "1"}) == ["model", "more"]
+    assert await ledger.identify({"model": "a", "seed": "0"}) == []
     await ledger.close()
 
 

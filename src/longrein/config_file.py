@@ -27,7 +27,7 @@ def load(file: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(tree, context={"base": file.resolve().parent})
     except ValidationError as error:
-        raise ConfigError(_explain(file, error)) from None
+        raise ConfigError(_explain(file, overrides, error)) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -79,9 +79,14 @@ def _override(tree: dict[str, Any], override: str) -> None:
     node[keys[-1]] = value
 
 
-def _explain(file: Path, error: ValidationError) -> str:
-    lines = [_explain_one(detail) for detail in error.errors()]
-    return f"{file}: " + "\n".join(lines)
+def _explain(file: Path, overrides: Sequence[str], error: ValidationError) -> str:
+    """A line for each fault, after the file or the override that it stands in."""
+    lines: dict[str, list[str]] = {}
+    for detail in error.errors():
+        key = ".".join(map(str, detail["loc"]))
+        given = [override for override in overrides if f"{key}.".startswith(f"{override.partition('=')[0]}.")]
+        lines.setdefault(f"--set {given[-1]}" if given else str(file), []).append(_explain_one(detail))
+    return "\n".join(f"{where}: " + "\n".join(found) for where, found in lines.items())
 
 
 def _explain_one(detail: Mapping[str, Any]) -> str:

@@ -5,17 +5,23 @@ Each check is tried although another failed, unless it needs that one's result; 
 
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from longrein.agents import harnesses, process
-from longrein.calls.rendering import check_renderer, open_renderer
+from longrein.agents.dockerfile import read_environment
+from longrein.calls.conversation import Conversation, Message
+from longrein.calls.listening import tcp_listener
+from longrein.calls.rendering import Renderer, check_renderer, open_renderer
 from longrein.config import Config
 from longrein.engines import weights
 from longrein.errors import LongreinError
+from longrein.learning.adapters import check_targets
+from longrein.records import Task
 from longrein.run import load_tasks
 
 # fp32 weights, gradients and two moments, and the engine's own copy, per parameter.
@@ -73,10 +79,12 @@ def examine(config: Config) -> Report:
     tasks = report.attempt("tasks", lambda: _tasks(config))
     model = report.attempt("model", lambda: _model(config))
     if model is not None:
-        report.attempt("template", lambda: _template(config, model))
+        report.attempt("template", lambda: _template(config, model, tasks or ()))
+        report.attempt("learner", lambda: _learner(config, model))
         report.attempt("memory", lambda: _memory(config, model))
     if tasks:
         report.attempt("harness", lambda: _harness(config, tasks[0]))
+    report.attempt("gateway", lambda: _gateway(config))
     report.attempt("sandbox", lambda: _sandbox(config))
     report.attempt("output", lambda: _output(config, model))
     return report
@@ -88,6 +96,8 @@ def _tasks(config: Config) -> tuple[str, Any]:
     if both:
         names = sorted(task.task_id for task in held_out if task.digest in both)
         raise LongreinError(f"tasks.evaluate: {', '.join(names)} are also trained on. Hold other tasks out.")
+    for task in (*tasks, *held_out):
+        read_environment(task.path / "environment", task.workdir)
     return f"{len(tasks)} to train on, {len(held_out)} held out", tasks
 
 
@@ -96,8 +106,35 @@ def _model(config: Config) -> tuple[str, Path]:
     return f"{config.model.path}, {weights.parameter_count(directory) / 1e6:.1f} M parameters", directory
 
 
-def _template(config: Config, model: Path) -> tuple[str, None]:
-    return check_renderer(open_renderer(model, config.model)), None
+def _template(config: Config, model: Path, tasks: Sequence[Task]) -> tuple[str, None]:
+    renderer = open_renderer(model, config.model)
+    told = check_renderer(renderer)
+    limit = config.model.context_length
+    longest = max((_prompt_tokens(renderer, task) for task in tasks), default=0)
+    if limit is not None and longest >= limit:
+        raise LongreinError(
+            f"model.context_length is {limit}: with all that is always shown, one instruction comes to {longest} "
+            "tokens. Raise it, or shorten the instruction or model.demonstrations."
+        )
+    return told, None
+
+
+def _prompt_tokens(renderer: Renderer, task: Task) -> int:
+    return len(renderer.render(Conversation((Message("user", task.instruction),))).ids)
+
+
+def _learner(config: Config, model: Path) -> tuple[str, None]:
+    if config.learner.lora is None:
+        return "all weights", None
+    check_targets(weights.skeleton(model), config.learner.lora)
+    return f"adapters on {', '.join(config.learner.lora.targets)}", None
+
+
+def _gateway(config: Config) -> tuple[str, None]:
+    listener = tcp_listener(config.gateway.host, config.gateway.port)
+    host, port = listener.getsockname()[:2]
+    listener.close()
+    return f"can listen on {host}, port {port if config.gateway.port else 'any'}", None
 
 
 def _harness(config: Config, task: Any) -> tuple[str, None]:
@@ -135,8 +172,11 @@ def _reclaimable() -> int:
 def _output(config: Config, model: Path | None) -> tuple[str, None]:
     directory = config.output.dir
     parent = next(path for path in (directory, *directory.parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise LongreinError(f"output.dir {directory}: {parent} is not a directory one may write to.")
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise LongreinError(f"output.dir {directory}: nothing can be written to {parent} ({error.strerror}).") from None
     free = shutil.disk_usage(parent).free
     needed = 2**28
     if model is not None:

@@ -21,6 +21,7 @@ expected, and what to do about it.
     ├── EngineError               the engine died or was given impossible work
     ├── LearnerError              an update that cannot be made
     │   └── NothingLearned        several steps in a row changed nothing
+    ├── NoResult                  every rollout of a step or an evaluation failed
     ├── LedgerError               a ledger that belongs to another run or is damaged
     └── DeadlineExceeded          a wait ended; says what it waited for
 """
@@ -140,6 +141,10 @@ class LearnerError(LongreinError):
 
 class NothingLearned(LearnerError):
     """Several steps in a row changed nothing; the message lists the likely causes."""
+
+
+class NoResult(LongreinError):
+    """Every rollout of a step or an evaluation failed; the message says with what."""
 
 
 class LedgerError(LongreinError):

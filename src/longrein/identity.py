@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ def identity(config: Config, model: Path, tasks: Sequence[Task], held_out: Seque
     return {
         "model": directory_digest(model),
         "model.demonstrations": file_digest(demonstrations) if demonstrations else "none",
-        "model.renderer": _digest(
-            {key: sections["model"][key] for key in ("renderer", "tool_format", "keep_thinking")}
-        ),
+        "model.renderer": _digest({key: sections["model"][key] for key in RENDERER_KEYS}),
         "tasks.train": _digest([(task.task_id, task.digest) for task in tasks]),
         "tasks.evaluate": _digest([(task.task_id, task.digest) for task in held_out]),
         "tasks.reward": _digest(sections["tasks"]["reward"]),
@@ -37,6 +35,46 @@ def identity(config: Config, model: Path, tasks: Sequence[Task], held_out: Seque
         "training": _digest(training),
         "training.seed": str(config.training.seed),
     }
+
+
+def explained(different: Sequence[str], recorded: Mapping[str, Any], config: Config) -> list[str]:
+    """Each difference between two identities: the keys that changed, with both values, or what it is that changed.
+
+    Args:
+        different: names of ``identity``.
+        recorded: the earlier configuration, as it was written; whatever of it could be read.
+    """
+    was, now = _flat(recorded), _flat(config.model_dump(mode="json"))
+    changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
+    lines = []
+    for name in different:
+        keys = [key for key in changed if _belongs(key, name)]
+        lines += [f"{key} was {was.get(key)!r}, now {now.get(key)!r}" for key in keys] or [
+            f"{name}: its files have changed"
+        ]
+    return list(dict.fromkeys(lines))
+
+
+def _belongs(key: str, name: str) -> bool:
+    """Whether a configuration key has a part in what ``name`` identifies."""
+    section, _, rest = key.partition(".")
+    part = rest.split(".")[0]
+    if name == "model":
+        return section == "model" and part in ("path", "revision")
+    if name == "model.renderer":
+        return section == "model" and part in RENDERER_KEYS
+    if name == "training":
+        return section == "training" and part not in FREE_TRAINING_KEYS
+    return name in (section, f"{section}.{part}")
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Every value under its dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
 
 
 def file_digest(file: Path) -> str:

@@ -115,24 +115,15 @@ class Ledger:
     async def _select(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return await self._run(lambda: self._connection.execute(statement, values).fetchall())
 
-    async def identify(self, identity: Mapping[str, str]) -> None:
-        """Bind the ledger to a run on first use; later, refuse another one.
-
-        Raises:
-            LedgerError: names each key that differs, with what was recorded and what is given.
-        """
+    async def identify(self, identity: Mapping[str, str]) -> list[str]:
+        """Bind the ledger to a run, unless it holds rollouts of another one; the names of what differs then."""
         recorded = dict(await self._select("select key, value from meta where key like 'identity.%'"))
         given = {f"identity.{key}": value for key, value in identity.items()}
-        if not recorded:
-            await self._run(lambda: self._write_meta(given))
-            return
         different = [key for key in sorted(given | recorded) if given.get(key) != recorded.get(key)]
-        if different:
-            listed = "; ".join(
-                f"{key.removeprefix('identity.')} was {recorded.get(key)!r}, now {given.get(key)!r}"
-                for key in different
-            )
-            raise LedgerError(f"this run directory was begun with something else: {listed}. Use a new output.dir.")
+        if different and await self._select("select 1 from rollouts limit 1"):
+            return [key.removeprefix("identity.") for key in different]
+        await self._run(lambda: self._write_meta(given))
+        return []
 
     def _write_meta(self, values: Mapping[str, str]) -> None:
         with self._connection:

@@ -76,8 +76,14 @@ class Display:
         self.say(
             f"step {metrics['step'] + 1}/{self._steps}  reward {metrics['reward']:.2f}  "
             f"groups {metrics['groups_with_contrast']}/{metrics['groups']} with contrast  "
-            f"tokens {metrics['tokens_trained']:,} trained, "
+            f"tokens {metrics['tokens_trained'] if metrics['learned'] else 0:,} trained, "
             f"{metrics['tokens_flat'] / max(metrics['tokens_forest'], 1):.1f}x shared  "
             f"{metrics['seconds']:.0f} s  left ~{left / 60:.1f} min"
+            + _harness_failures(metrics)
             + ("" if metrics["learned"] else f"\n       NOTHING LEARNED: {metrics['why_not']}")
         )
+
+
+def _harness_failures(metrics: Mapping[str, Any]) -> str:
+    failed = metrics.get("harness_failures", 0)
+    return f"  ({failed} of {metrics['rollouts']} harnesses did not exit with 0)" if failed else ""

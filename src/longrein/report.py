@@ -80,10 +80,23 @@ def write_report(file: Path, comparisons: Sequence[Comparison], steps: Sequence[
             f"Training reward: {steps[0]['reward']:.2f} in the first step, {steps[-1]['reward']:.2f} in the last; "
             f"{len(steps)} steps, {seconds / 60:.1f} minutes of training (evaluations not counted).",
             "",
+            *_troubles(steps),
             "![learning curve](curve.png)",
             "",
         ]
     write_whole(file, "\n".join(parts))
+
+
+def _troubles(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader should know before believing the rest."""
+    idle = [step for step in steps if not step["learned"]]
+    excluded = sum(step["rollouts_excluded"] for step in steps)
+    lines = []
+    if idle:
+        lines.append(f"In {len(idle)} of them nothing was learned; the last time: {idle[-1]['why_not']}.")
+    if excluded:
+        lines.append(f"{excluded} rollouts gave no reward and were left out; `rollouts/` has what they printed.")
+    return [line for text in lines for line in (text, "")]
 
 
 def draw_curve(file: Path, steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Evaluation]) -> None:
@@ -102,7 +115,7 @@ def draw_curve(file: Path, steps: Sequence[Mapping[str, Any]], evaluations: Sequ
         markersize=4,
         label="training tasks, mean of the step",
     )
-    for label, color in (("T=1", "#c2571a"), ("greedy", "#6b8f3a")):
+    for label, color, beside in (("T=1", "#c2571a", 0.4), ("greedy", "#6b8f3a", 0.6)):
         points = [evaluation for evaluation in evaluations if evaluation.label == label]
         if not points:
             continue
@@ -113,7 +126,7 @@ def draw_curve(file: Path, steps: Sequence[Mapping[str, Any]], evaluations: Sequ
             [max(high - mean, 0.0) for mean, (_, high) in zip(means, bounds, strict=True)],
         ]
         axes.errorbar(
-            [point.step + 0.5 for point in points],
+            [point.step + beside for point in points],
             means,
             yerr=errors,
             fmt="s",

@@ -18,7 +18,8 @@ from longrein.calls.rendering import open_renderer
 from longrein.config import Config
 from longrein.engines import probe, weights
 from longrein.engines.embedded import EmbeddedEngine
-from longrein.identity import identity
+from longrein.errors import LedgerError
+from longrein.identity import explained, identity
 from longrein.learning.learner import EmbeddedLearner
 from longrein.ledger import Ledger
 from longrein.progress import Display
@@ -86,7 +87,12 @@ async def opened(config: Config, display: Display) -> AsyncIterator[Run]:
         ledger = await Ledger.open(directory.ledger)
         stack.push_async_callback(ledger.close)
         digests = await asyncio.to_thread(identity, config, model, tasks, held_out)
-        await ledger.identify(digests)
+        if different := await ledger.identify(digests):
+            raise LedgerError(
+                f"output.dir {directory.root} holds a run that was begun with something else: "
+                f"{'; '.join(explained(different, directory.configuration(), config))}. Use a new output.dir, or give "
+                "what it was begun with."
+            )
         directory.create(config)
         directory.write_manifest(digests)
         catalog.write_catalog(tasks, directory.catalog)

@@ -49,6 +49,14 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         write_whole(self.root / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
+    def configuration(self) -> dict[str, Any]:
+        """The resolved configuration that the run was last started with; empty where it cannot be read."""
+        try:
+            tree = yaml.safe_load((self.root / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
     def write_manifest(self, digests: Mapping[str, str]) -> None:
         """What computed this run: versions of the interpreter and packages, digests of the model's files."""
         versions = {name: _version(name) for name in RECORDED_PACKAGES}

@@ -14,7 +14,7 @@ from typing import Any
 
 from longrein.agents.controller import Collected
 from longrein.config import Config
-from longrein.errors import ConfigError, NothingLearned
+from longrein.errors import ConfigError, NoResult, NothingLearned
 from longrein.learning.learner import TrainBatch, TrainGroup, TrainRollout, UpdateReport
 from longrein.ledger import CommittedStep
 from longrein.plan import evaluation_groups, training_groups
@@ -87,7 +87,7 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
     began = time.monotonic()
     groups = await collect(run, step)
     collected = time.monotonic()
-    batch = await assemble(run, groups)
+    batch = await assemble(run, [group for group in groups if _at_quorum(run, group)])
     await run.gateway.pause(run.config.gateway.drain_s)
     try:
         report = await update(run, batch)
@@ -115,7 +115,11 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
 
 
 async def collect(run: Run, step: int) -> list[Collected]:
-    """The step's groups; those below quorum are left out, by name."""
+    """The step's groups.
+
+    Raises:
+        NoResult: no rollout has a reward.
+    """
     training = run.config.training
     wanted = training_groups(
         run.tasks,
@@ -135,15 +139,38 @@ async def collect(run: Run, step: int) -> list[Collected]:
             phase.advance(f"rollouts, reward {mean:.2f}")
 
         groups = await run.controller.collect(wanted, finished)
-    kept = []
+    tell_failures(run, f"step {step + 1}", groups)
+    for group in groups:
+        if not _at_quorum(run, group):
+            run.display.say(f"group {group.group.group_id} ({group.task.task_id}) is below quorum and left out")
+    return groups
+
+
+def tell_failures(run: Run, what: str, groups: Sequence[Collected]) -> None:
+    """Say which rollouts are excluded, and why, alike ones together.
+
+    Raises:
+        NoResult: all are.
+    """
+    alike: dict[str, list[str]] = {}
     for group in groups:
         for failure in group.failures:
-            run.display.say(f"excluded {failure}")
-        if len(group.rollouts) >= max(2, training.quorum * training.rollouts):
-            kept.append(group)
-        else:
-            run.display.say(f"group {group.group.group_id} ({group.task.task_id}) is below quorum and left out")
-    return kept
+            rollout_id, _, reason = failure.partition(": ")
+            alike.setdefault(reason.replace(rollout_id, "*"), []).append(rollout_id)
+    for reason, ids in alike.items():
+        run.display.say(f"excluded {len(ids)} ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}): {reason}")
+    if alike and not any(group.rollouts for group in groups):
+        reason, ids = max(alike.items(), key=lambda item: len(item[1]))
+        raise NoResult(
+            f"{what}: none of its {sum(map(len, alike.values()))} rollouts gave a reward, so there is nothing to go on "
+            f"with. {len(ids)} ended with: {reason}. What harness and verifier printed is in {run.directory.rollouts}; "
+            "the same command tries again, and `longrein harness probe` tries one alone."
+        )
+
+
+def _at_quorum(run: Run, group: Collected) -> bool:
+    training = run.config.training
+    return len(group.rollouts) >= max(2, training.quorum * training.rollouts)
 
 
 async def assemble(run: Run, groups: Sequence[Collected]) -> TrainBatch:
@@ -199,7 +226,8 @@ async def evaluate(run: Run, at: int, step: int) -> None:
                     rewards.append(rollout.reward)
                 phase.advance(f"rollouts, reward {sum(rewards) / max(len(rewards), 1):.2f}")
 
-            await run.controller.collect(wanted, finished)
+            groups = await run.controller.collect(wanted, finished)
+        tell_failures(run, f"evaluation {label} after {at} steps", groups)
         found = await read_evaluation(run, at, label, samples, temperature)
         low, high = found.interval()
         run.display.say(f"held-out after {at} steps, {label}: {found.mean:.2f} [{low:.2f}, {high:.2f}]")
@@ -256,10 +284,12 @@ def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str
     rewards = [_reward(rollout) for group in groups for rollout in group.rollouts]
     calls = [call for group in batch.groups for rollout in group.rollouts for call in rollout.calls]
     causes = Counter(call.cause.value for call in calls)
+    endings = [rollout.ending for group in groups for rollout in group.rollouts]
     return {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
         "rollouts": len(rewards),
         "rollouts_excluded": sum(len(group.failures) for group in groups),
+        "harness_failures": sum(ending != "exited 0" for ending in endings),
         "calls": len(calls),
         **{f"calls_{cause.replace(' ', '_')}": count for cause, count in sorted(causes.items())},
     }

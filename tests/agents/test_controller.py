@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ UNSCORED = Outcome("exited 0", None, FailureClass.INFRASTRUCTURE, "reward missin
 class Seen:
     calls: int = 2
     engine_error: str | None = None
+    refusal: str | None = None
 
 
 class ScriptedEndpoint:
@@ -118,7 +119,9 @@ async def test_our_faults_are_retried_and_then_excluded(tmp_path: Path) -> None:
     runner = ScriptedRunner(lambda name: always(bad.get(name, GOOD)))
     (group,) = await controller(ledger, runner, ScriptedEndpoint()).collect([want(3)])
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g0-00-retry1", "g0-02"]
-    assert len(group.failures) == 4 and all("no space" in failure for failure in group.failures)
+    # The one that a retry made good is no loss; the other is told by its last try.
+    assert [failure.partition(":")[0] for failure in group.failures] == ["g0-01-retry2"]
+    assert "no space" in group.failures[0]
     await ledger.close()
 
 
@@ -139,6 +142,25 @@ async def test_a_reward_earned_without_the_model_does_not_count(tmp_path: Path, 
     assert len(runner.tried) == 3
     (first, *_) = await ledger.rollouts("g0")
     assert first.failure_class is FailureClass.INFRASTRUCTURE and first.reward is None
+    await ledger.close()
+
+
+async def test_why_no_call_was_answered(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+    crashed = replace(GOOD, ending="exited 1", said="KeyError: 'OPENAI_BASE_URL'")
+    runner = ScriptedRunner(lambda name: always(crashed))
+    (group,) = await controller(ledger, runner, ScriptedEndpoint(Seen(calls=0))).collect([want(1)])
+    assert group.failures[0].endswith("exited 1 without calling the model; it said last: KeyError: 'OPENAI_BASE_URL'")
+    slow = ScriptedRunner(lambda name: always(replace(GOOD, ending="timed out", said="…")))
+    (group,) = await controller(ledger, slow, ScriptedEndpoint(Seen(calls=0))).collect([want(1, "g1")])
+    assert "timed out after 5 s (harness.timeout_s)" in group.failures[0]
+    # A refusal is the same each time.
+    refused = Seen(calls=0, refusal="400: tools: set model.tool_format")
+    runner = ScriptedRunner(lambda name: always(crashed))
+    (group,) = await controller(ledger, runner, ScriptedEndpoint(refused)).collect([want(1, "g2")])
+    assert group.failures == (
+        "g2-00: no model call: each was refused, the last with 400: tools: set model.tool_format",
+    )
     await ledger.close()
 
 

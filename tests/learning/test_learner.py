@@ -187,8 +187,8 @@ def test_a_reference_pulls_back() -> None:
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        (TrainBatch(()), "no trainable token"),
-        ({"rewards": (1.0, 1.0, 1.0)}, "no contrast"),
+        (TrainBatch(()), "no group reached its quorum"),
+        ({"rewards": (1.0, 1.0, 1.0)}, "rewards are equal (all are 1: "),
         ({"delivered": False}, "no trainable token"),
     ],
 )

@@ -31,6 +31,11 @@ class Use(Protocol):
         """The first failure on our side of the endpoint, if any."""
         ...
 
+    @property
+    def refusal(self) -> str | None:
+        """The last request that was refused for what it asked, if any: status and message."""
+        ...
+
 
 class Endpoint(Protocol):
     """The model endpoint, as the controller sees it (the gateway is one)."""
@@ -65,7 +70,7 @@ class Collected:
 
     Attributes:
         rollouts: the valid ones, by index.
-        failures: what went wrong with the others, one line each.
+        failures: of each that is missing, what its last try ended with.
     """
 
     group: Group
@@ -148,7 +153,8 @@ class Controller:
     async def _collected(self, want: Wanted) -> Collected:
         recorded = await self._ledger.rollouts(want.group.group_id)
         valid = {rollout.index: rollout for rollout in recorded if rollout.valid}
-        failures = [f"{r.rollout_id}: {r.failure or r.state.value}" for r in recorded if not r.valid]
+        last = {r.index: r for r in recorded if r.index not in valid}
+        failures = [f"{r.rollout_id}: {r.failure or r.state.value}" for r in last.values()]
         return Collected(want.group, want.task, tuple(valid[i] for i in sorted(valid)), tuple(failures))
 
     async def _rollout(self, want: Wanted, rollout: Rollout, finished: Callable[[Rollout], None]) -> None:
@@ -179,11 +185,12 @@ class Controller:
         try:
             outcome = await self._runner.run(self._trial(want.task, rollout.rollout_id, key, verifying))
             use = await self._endpoint.close_rollout(rollout.rollout_id)
-            ended = _ended(last, outcome, use)
+            ended = _ended(last, outcome, use, self._time_limit(want.task))
             if ended.state is RolloutState.DONE and last.state is RolloutState.RUNNING:
                 await verifying()
             await self._ledger.move(ended)
-            return ended, outcome.retryable or use.engine_error is not None or use.calls == 0
+            silent = use.calls == 0 and use.refusal is None
+            return ended, outcome.retryable or use.engine_error is not None or silent
         except BaseException as error:
             reason = "cancelled" if isinstance(error, asyncio.CancelledError) else f"stopped by {error!r}"
             await self._ledger.move(replace(last, state=RolloutState.CANCELLED, failure=reason, ended_at=time.time()))
@@ -191,6 +198,12 @@ class Controller:
         finally:
             if use is None:
                 await self._endpoint.close_rollout(rollout.rollout_id)
+
+    def _time_limit(self, task: Task) -> str:
+        """How long a harness may run on a task, and who says so."""
+        if task.agent_timeout_s:
+            return f"{task.agent_timeout_s:g} s ({task.path / 'task.toml'}: [agent] timeout_sec)"
+        return f"{self._limits.timeout_s:g} s (harness.timeout_s)"
 
     def _trial(self, task: Task, rollout_id: str, key: str, verifying: Callable[[], Awaitable[None]]) -> Trial:
         return Trial(
@@ -231,12 +244,12 @@ def _seed(seed: int, rollout_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{rollout_id}".encode()).digest()[:6], "big")
 
 
-def _ended(rollout: Rollout, outcome: Outcome, use: Use) -> Rollout:
+def _ended(rollout: Rollout, outcome: Outcome, use: Use, time_limit: str) -> Rollout:
     """The rollout's last state. What failed on our side of the endpoint is never the agent's fault."""
     ended = replace(rollout, ending=outcome.ending, ended_at=time.time())
     infrastructure = use.engine_error
-    if infrastructure is None and use.calls == 0 and outcome.failure_class is None:
-        infrastructure = f"no model call: the harness {outcome.ending} without calling the model; see its output"
+    if infrastructure is None and use.calls == 0 and outcome.ending:
+        infrastructure = _no_call(outcome, use, time_limit)
     if infrastructure is not None:
         return replace(
             ended, state=RolloutState.FAILED, failure_class=FailureClass.INFRASTRUCTURE, failure=infrastructure
@@ -253,3 +266,11 @@ def _ended(rollout: Rollout, outcome: Outcome, use: Use) -> Rollout:
         reward=outcome.receipt.reward,
         receipt=outcome.receipt,
     )
+
+
+def _no_call(outcome: Outcome, use: Use, time_limit: str) -> str:
+    """Why no call was answered, as far as it can be known from here."""
+    if use.refusal is not None:
+        return f"no model call: each was refused, the last with {use.refusal}"
+    ending = f"{outcome.ending} after {time_limit}" if outcome.ending == "timed out" else outcome.ending
+    return f"no model call: the harness {ending} without calling the model; it said last: {outcome.said}"

@@ -117,6 +117,7 @@ class _Attempt:
         self._section = section
         self._trial = trial
         self._ending = ""
+        self._said = ""
         self._seconds: dict[str, float] = {}
         self._began = time.monotonic()
 
@@ -127,6 +128,7 @@ class _Attempt:
             failure=failure,
             retryable=retryable,
             seconds=self._seconds,
+            said=self._said,
         )
 
     async def run(self, place: Place) -> Outcome:
@@ -197,7 +199,7 @@ class _Attempt:
                     self._ending = await _in_time(running, trial.timeout_s)
                 with self._timed("stop"):
                     await place.stop()
-            await captured.save(trial.evidence, "harness")
+            self._said = await captured.save(trial.evidence, "harness")
             for name in ("agent", "artifacts"):
                 await place.fetch(name, trial.evidence / name)
         finally:
@@ -227,7 +229,7 @@ class _Attempt:
             receipt = await asyncio.to_thread(rewards.read_reward, evidence / "verifier", task.profile)
         except RewardError as error:
             return self.failed(f"no reward: {error} (the verifier {ending}: {last})")
-        return Outcome(ending=self._ending, receipt=receipt, seconds=self._seconds)
+        return Outcome(ending=self._ending, receipt=receipt, seconds=self._seconds, said=self._said)
 
     async def _bring_tests(self, place: Place) -> list[str]:
         """Copy the task's tests to /tests; the command line that runs them."""

@@ -78,6 +78,7 @@ class Outcome:
         failure_class, failure: set when there is no usable reward; ``failure`` is ``kind: evidence``.
         retryable: whether another try may go better (the environment failed, not the verifier).
         seconds: wall time of each phase: ``start``, ``harness``, ``verifier``, ``stop``.
+        said: the last line that the harness printed.
     """
 
     ending: str
@@ -86,6 +87,7 @@ class Outcome:
     failure: str = ""
     retryable: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
+    said: str = ""
 
 
 class Runner(Protocol):

@@ -178,6 +178,15 @@ class Gateway:
     async def ask(self, request: Request, dialect: Dialect, target: Target) -> Delivery | Response:
         """Answer one model call."""
         rollout = self.rollout_of(request)
+        try:
+            return await self._answer(rollout, request, dialect, target)
+        except CallError as error:
+            rollout.note_refusal(error)
+            raise
+
+    async def _answer(
+        self, rollout: OpenRollout, request: Request, dialect: Dialect, target: Target
+    ) -> Delivery | Response:
         raw = await self._body(request)
         digest = hashlib.sha256(f"{request.url.path} {sorted(target.query.items())}\n".encode() + raw).digest()
         body = parse_body(raw)
@@ -187,6 +196,7 @@ class Gateway:
         except ContextLengthExceeded as error:
             if not (dialect.overflow_in_stream and ask.stream):
                 raise
+            rollout.note_refusal(error)
             stream = dialect.stream(rollout.header(ask, dialect), ask)
             return Response(stream.begin() + stream.error(error), headers={"content-type": stream.content_type})
         return Delivery(rollout, answer, dialect, self._services.config.keepalive_s)

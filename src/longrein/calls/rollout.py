@@ -56,12 +56,14 @@ class RolloutUse:
         tokens: tokens sampled, those of orphans included.
         cap_hit: the cap that refused a call, in words; None if none did.
         engine_error: the first failure on our side of the endpoint, if any.
+        refusal: the last request that was refused for what it asked, if any: status and message.
     """
 
     calls: int = 0
     tokens: int = 0
     cap_hit: str | None = None
     engine_error: str | None = None
+    refusal: str | None = None
 
 
 class OpenRollout:
@@ -81,11 +83,18 @@ class OpenRollout:
         self._index = 0
         self._answered = 0
         self._failure: str | None = None
+        self._refusal: str | None = None
         self._closed = False
 
     @property
     def use(self) -> RolloutUse:
-        return RolloutUse(self._answered, self._allowance.tokens, self._allowance.hit or None, self._failure)
+        hit = self._allowance.hit or None
+        return RolloutUse(self._answered, self._allowance.tokens, hit, self._failure, self._refusal)
+
+    def note_refusal(self, error: CallError) -> None:
+        """Keep what a request was refused with, to be told should no other be answered."""
+        if not isinstance(error, Overloaded):
+            self._refusal = f"{error.status}: {error.message}"
 
     def admit(self, ask: Ask, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
         """The answer to a request: one under way or not delivered yet, if the request is the same, or a new one.

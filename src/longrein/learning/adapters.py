@@ -24,13 +24,7 @@ def attach(module: PreTrainedModel, section: LoraSection, seed: int = 0) -> Peft
     Raises:
         LearnerError: a target names no layer of this model.
     """
-    present = {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
-    unknown = [target for target in section.targets if target not in present]
-    if unknown:
-        raise LearnerError(
-            f"learner.lora.targets: {', '.join(unknown)} name no linear layer of {module.config.model_type!r}. Linear "
-            f"layers here: {', '.join(sorted(present))}."
-        )
+    check_targets(module, section)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -45,6 +39,17 @@ def attach(module: PreTrainedModel, section: LoraSection, seed: int = 0) -> Peft
         adapted = get_peft_model(module, config)
     adapted.eval()
     return adapted
+
+
+def check_targets(module: PreTrainedModel, section: LoraSection) -> None:
+    """Raises LearnerError where a target names no layer of this model."""
+    present = {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    unknown = [target for target in section.targets if target not in present]
+    if unknown:
+        raise LearnerError(
+            f"learner.lora.targets: {', '.join(unknown)} name no linear layer of {module.config.model_type!r}. Linear "
+            f"layers here: {', '.join(sorted(present))}."
+        )
 
 
 def plain_weights(module: PreTrainedModel) -> dict[str, Tensor]:

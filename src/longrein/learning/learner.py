@@ -211,7 +211,7 @@ class EmbeddedLearner:
         try:
             with threads(self._threads):
                 self._accumulate(parts, merged, credit, tally, progress, cancelled)
-                norm, why_not = self._step(tally, rate) if parts else (0.0, _nothing_to_learn(merged, credit))
+                norm, why_not = self._step(tally, rate) if parts else (0.0, _nothing_to_learn(rewards, merged, credit))
         finally:
             self._optimizer.zero_grad(set_to_none=True)
         return _report(why_not, norm, rate, merged, credit, parts, tally, self._algorithm, time.monotonic() - began)
@@ -277,12 +277,25 @@ class EmbeddedLearner:
         return norm, ""
 
 
-def _nothing_to_learn(merged: Harvest, credit: Credit) -> str:
+def _nothing_to_learn(rewards: list[list[float]], merged: Harvest, credit: Credit) -> str:
+    if not rewards:
+        return "no group reached its quorum of rollouts with a reward"
     if not len(merged.targets):
         return "no trainable token: no call was delivered, or nothing was sampled"
     if not credit.groups_with_contrast:
-        return f"no contrast: within each of the {credit.groups} groups all rewards are equal"
+        return f"no contrast: within each of the {credit.groups} groups all rewards are equal{_all_alike(rewards)}"
     return "the rollouts that differ from their group have no trainable token"
+
+
+def _all_alike(rewards: list[list[float]]) -> str:
+    """What to do where no group's rewards differ from another's either."""
+    found = {reward for group in rewards for reward in group}
+    if len(found) > 1:
+        return ""
+    return (
+        f" (all are {found.pop():g}: give tasks that are sometimes solved, a reward for part of the way, or "
+        "model.demonstrations)"
+    )
 
 
 def _report(
