@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 LONGREIN := $(BIN)/longrein
 DEMO := examples/demo/config.yaml
 SET ?=
+HARNESSES ?=
 
-.PHONY: install demo demo-seeds test check e2e bench harness-matrix clean
+.PHONY: install demo demo-seeds test properties check e2e bench harness-matrix harness-by-heart clean
 
 install: $(VENV)/.installed
 
@@ -27,7 +28,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	$(LONGREIN) harness install mini-swe-agent
 	touch $@
 
-# Tests that need a harness in JavaScript are skipped where there is no npm.
+# Tests of other harnesses run where those are installed; of pi, where there is npm.
 $(VENV)/.harnesses: $(VENV)/.demo
 	if command -v npm >/dev/null; then $(LONGREIN) harness install pi; fi
 	touch $@
@@ -44,6 +45,11 @@ demo-seeds: $(VENV)/.demo
 test: $(VENV)/.harnesses
 	$(BIN)/python -m pytest -q tests
 
+# Ten thousand bodies for each kind of endpoint, 200 random conversations with each family of models: half an hour.
+properties: $(VENV)/.installed
+	LONGREIN_EXAMPLES=10000 $(BIN)/python -m pytest -q tests/calls/test_bodies.py tests/calls/test_dialects.py -k no_body
+	LONGREIN_EXAMPLES=200 $(BIN)/python -m pytest -q tests/calls/test_exactness.py
+
 check: $(VENV)/.installed
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/ruff format --check src tests bench examples
@@ -54,11 +60,16 @@ e2e: $(VENV)/.installed
 	$(BIN)/python -m pytest -q tests/test_end_to_end.py
 
 bench: $(VENV)/.demo
-	for part in engine learner gateway; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/$$part.py || exit 1; done
+	for part in engine learner gateway streams; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/$$part.py || exit 1; done
 
-# Every known harness, installed from its registry (about 2.6 GB), through a whole tool loop; writes docs/harnesses.md.
+# Every known harness, installed from its registry (about 6 GB), through a whole tool loop; writes docs/harnesses.md.
+# HARNESSES="codex pi" does these alone.
 harness-matrix: $(VENV)/.installed
-	$(BIN)/python -m tests.calls.matrix
+	$(BIN)/python -m tests.calls.matrix $(HARNESSES)
+
+# The same harnesses against the embedded engine: a small model learns by heart what the scripted run said, and says it.
+harness-by-heart: $(VENV)/.installed
+	$(BIN)/python -m tests.calls.taught $(HARNESSES)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info

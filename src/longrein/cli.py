@@ -153,7 +153,9 @@ def _harness_list(arguments: argparse.Namespace) -> int:
 
     for profile in harnesses.profiles().values():
         where = harnesses.installed(profile)
-        print(f"{profile.name:<20} {profile.version or '':<10} {where or 'not installed'}")
+        needs = ", ".join([*([f"Python {profile.python}"] if profile.python else []), *profile.needs])
+        needs = needs and f" (needs {needs})"
+        print(f"{profile.name:<20} {profile.version or '':<10} {where or 'not installed'}{needs}")
     return 0
 
 

@@ -173,6 +173,92 @@ def test_installing_makes_an_environment_of_its_own(tmp_path: Path, monkeypatch:
     assert harnesses.installed(profile) is None
 
 
+def python(file: Path, version: str, usable: bool = True) -> Path:
+    """A program that passes for an interpreter and says in the environments it makes who made them."""
+    return script(
+        file,
+        f"""#!/bin/sh
+if [ "$1" = -c ]; then exit {0 if usable else 1}; fi
+if [ "$2" = venv ]; then
+    mkdir -p "$3/bin"
+    echo '#!/bin/sh' > "$3/bin/python"
+    chmod +x "$3/bin/python"
+    echo "{version}" > "$3/made-by"
+fi
+""",
+    )
+
+
+def test_a_newer_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    monkeypatch.setattr(harnesses, "NEWEST", (3, 93))
+    pyenv = tmp_path / "pyenv" / "versions"
+
+    def made_by(wanted: str) -> str:
+        profile = harnesses.Profile("tiny", f"1.{wanted}", pip=("x",), python=wanted)
+        return (harnesses.install(profile) / "made-by").read_text().strip()
+
+    with pytest.raises(
+        HarnessError, match=r"'tiny' needs Python 3\.91 or newer; longrein runs with 3.*python3\.91-venv"
+    ):
+        made_by("3.91")
+    python(pyenv / "3.90.1" / "bin" / "python3.90", "too old")
+    with pytest.raises(HarnessError, match=r"needs Python 3\.91"):
+        made_by("3.91")
+    python(pyenv / "3.91.2" / "bin" / "python3.91", "pyenv's 3.91")
+    # As pyenv's own stand-in on the PATH does where no version is chosen.
+    python(tmp_path / "path" / "python3.91", "refuses", usable=False)
+    assert made_by("3.91") == "pyenv's 3.91"
+    python(tmp_path / "path" / "python3.92", "3.92 on the PATH")
+    assert made_by("3.90") == "3.92 on the PATH"
+    python(pyenv / "3.93.0" / "bin" / "python3.93", "pyenv's 3.93")
+    assert made_by("3.92") == "pyenv's 3.93"
+
+
+def test_the_python_that_runs_us_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(harnesses, "NEWEST", (3, 93))
+    python(tmp_path / "path" / "python3.93", "another")
+    place = harnesses.install(harnesses.Profile("tiny", "1.0", pip=("pip",), python="3.11"))
+    assert not (place / "made-by").exists() and (place / "bin" / "pip").exists()
+
+
+def test_missing_programs_are_named_with_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    says = r"'terminus-2' needs the program tmux.*apt-get install tmux"
+    with pytest.raises(HarnessError, match=says):
+        harnesses.install(harnesses.profile("terminus-2"))
+    with pytest.raises(HarnessError, match=says):
+        launch(HarnessSection(name="terminus-2"))
+    script(tmp_path / "path" / "tmux")
+    with pytest.raises(HarnessError, match="longrein harness install terminus-2"):
+        launch(HarnessSection(name="terminus-2"))
+
+
+def test_a_profile_shows_what_it_needs() -> None:
+    shown = harnesses.profile("openhands").as_tree()
+    assert (shown["python"], shown["needs"]) == ("3.12", ["tmux"])
+    assert not {"python", "needs"} & set(harnesses.profile("pi").as_tree())
+
+
+def test_small_agents_of_ours_are_shown_where_they_are_used() -> None:
+    made = launch(command("sh", "{programs}/with_langgraph.py"))
+    assert Path(made.argv[1]).is_file()
+    assert made.readable == (harnesses.PROGRAMS,)
+    assert launch(command("sh")).readable == ()
+
+
+def test_every_small_agent_belongs_to_a_profile() -> None:
+    words = [word for profile in harnesses.profiles().values() for word in profile.command if "{programs}/" in word]
+    named = {word.removeprefix("{programs}/") for word in words}
+    assert named == {file.name for file in harnesses.PROGRAMS.glob("*.py")}
+
+
 @pytest.mark.skipif(
     harnesses.installed(harnesses.profile("mini-swe-agent")) is None, reason="mini-swe-agent is not installed"
 )

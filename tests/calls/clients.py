@@ -14,8 +14,9 @@ from longrein.agents.process import ProcessRunner
 from longrein.agents.runner import Outcome, Trial
 from longrein.calls.routes import CHAT, GEMINI, MESSAGES, RESPONSES
 from longrein.config import HarnessSection, RunnerSection
+from longrein.engines.engine import Engine
 from longrein.forest.targets import trainable
-from longrein.records import Call, RewardProfile, Task
+from longrein.records import Call, Cause, RewardProfile, Task
 from tests.calls.scripted_engine import told
 from tests.calls.serving import serving
 
@@ -36,14 +37,38 @@ def _described(command: str) -> dict[str, object]:
     return {"command": command, "description": "A step"}
 
 
+def _summarized(command: str) -> dict[str, object]:
+    return {"command": command, "summary": "A step", "security_risk": "LOW"}
+
+
+def tool_call(name: str, arguments: Mapping[str, object]) -> str:
+    """A call as the model writes it."""
+    return f"I act.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@dataclass(frozen=True)
+class Run:
+    """So many commands, and whether the model thinks before each and before it ends."""
+
+    turns: int
+    thinking: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.turns}, thinking" if self.thinking else str(self.turns)
+
+
 @dataclass(frozen=True)
 class Client:
     """One harness in one of its ways.
 
     Attributes:
-        tool: its shell tool; ``arguments`` are that tool's, for a command.
+        tool: its shell tool; ``arguments`` are that tool's, for a command. Empty where it has no tools.
         files: instead of the profile's own; ``{base_url}``, ``{key}`` and ``{model}`` are filled in.
-        ending: the last reply.
+        command: instead of the profile's own.
+        ending: the last replies.
+        writes: what the model writes for a command, where that is no tool call.
+        later: how each call after the first begins.
+        turns: lengths of the runs to try, in commands.
     """
 
     name: str
@@ -52,12 +77,26 @@ class Client:
     tool: str
     arguments: Callable[[str], dict[str, object]] = _command
     files: Mapping[str, str] = field(default_factory=dict)
-    ending: str = "All done."
+    command: tuple[str, ...] = ()
+    ending: tuple[str, ...] = ("All done.",)
+    writes: Callable[[str], str] | None = None
+    later: Cause = Cause.EXTENDED
+    turns: tuple[int, ...] = (2, 12)
 
-    def call(self, command: str) -> str:
-        """The tool call as the model writes it."""
-        told = json.dumps({"name": self.tool, "arguments": self.arguments(command)})
-        return f"I act.\n<tool_call>\n{told}\n</tool_call>"
+    @property
+    def runs(self) -> list[Run]:
+        """All runs to try: each length, and the shortest with a model that thinks."""
+        return [Run(turns) for turns in self.turns] + [Run(self.turns[0], thinking=True)]
+
+    def script(self, turns: int) -> list[str]:
+        """All that the model says in a run: it makes the file, looks at it, ends."""
+        commands = ["echo hi > hello.txt", *(f"cat hello.txt | head -n {turn}" for turn in range(1, turns))]
+        writes = self.writes or (lambda command: tool_call(self.tool, self.arguments(command)))
+        return [*map(writes, commands), *self.ending]
+
+    def branches(self, turns: int) -> int:
+        """Calls of a run that continue no other."""
+        return 1 if self.later is Cause.EXTENDED else len(self.script(turns))
 
 
 def _pi(api: str, dialect: str, path: str) -> Client:
@@ -66,22 +105,75 @@ def _pi(api: str, dialect: str, path: str) -> Client:
     return Client(f"pi, {dialect}", "pi", dialect, "bash", files=file)
 
 
+def _library(profile: str, dialect: str, word: str) -> Client:
+    """A small agent of ours on a library that speaks more than one dialect; ``word`` names it to the program."""
+    python, program, _, *rest = harnesses.profile(profile).command
+    return Client(f"{profile}, {dialect}", profile, dialect, "bash", command=(python, program, word, *rest))
+
+
+def _keystrokes(command: str, complete: bool = False) -> str:
+    """A step of Terminus 2."""
+    typed = [{"keystrokes": f"{command}\n", "duration": 0.5}] if command else []
+    return json.dumps({"analysis": "I look.", "plan": "I act.", "commands": typed, "task_complete": complete})
+
+
+def _edit(end: str) -> str:
+    """A new file, as aider wants it written when ``end`` is ``>>>>>>> REPLACE``."""
+    return f"hello.txt\n```\n<<<<<<< SEARCH\n=======\nhi\n{end}\n```"
+
+
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+TERMINUS_ENDS = _keystrokes("", complete=True)
 
 CLIENTS = (
     _pi("openai-completions", "chat", "/v1"),
     _pi("openai-responses", "responses", "/v1"),
     _pi("anthropic-messages", "messages", ""),
     _pi("google-generative-ai", "gemini", "/v1beta"),
-    replace(
-        Client("mini-swe-agent", "mini-swe-agent", "chat", "bash"),
-        ending=Client("", "", "", "bash").call(SUBMIT),
-    ),
+    Client("mini-swe-agent", "mini-swe-agent", "chat", "bash", ending=(tool_call("bash", _command(SUBMIT)),)),
     Client("claude-code", "claude-code", "messages", "Bash", _described),
+    Client("claude-agent-sdk", "claude-agent-sdk", "messages", "Bash", _described),
     Client("codex", "codex", "responses", "exec_command", lambda c: {"cmd": c}),
     Client("gemini-cli", "gemini-cli", "gemini", "run_shell_command"),
     Client("opencode", "opencode", "chat", "bash", _described),
     Client("qwen-code", "qwen-code", "chat", "run_shell_command", lambda c: {"command": c, "is_background": False}),
+    _library("openai-agents", "responses", "responses"),
+    _library("openai-agents", "chat", "chat_completions"),
+    _library("langgraph", "chat", "chat"),
+    _library("langgraph", "responses", "responses"),
+    _library("pydantic-ai", "chat", "openai-chat:{model}"),
+    _library("pydantic-ai", "responses", "openai:{model}"),
+    # It plays its tool calls back as text of its own.
+    Client(
+        "smolagents",
+        "smolagents",
+        "chat",
+        "bash",
+        ending=(tool_call("final_answer", {"answer": "All done."}),),
+        later=Cause.HISTORY_REWRITTEN,
+    ),
+    # No tools: edits as text, which it asks for again while they are malformed. Its instructions move to the newest
+    # message each time.
+    Client(
+        "aider",
+        "aider",
+        "chat",
+        "",
+        writes=lambda command: _edit(f"Then {command}."),
+        ending=(_edit(">>>>>>> REPLACE"),),
+        later=Cause.HISTORY_REWRITTEN,
+        turns=(1, 3),
+    ),
+    Client(
+        "openhands",
+        "openhands",
+        "chat",
+        "terminal",
+        _summarized,
+        ending=(tool_call("finish", {"message": "All done.", "summary": "The end", "security_risk": "LOW"}),),
+    ),
+    # It asks once more whether the task is done.
+    Client("terminus-2", "terminus-2", "chat", "", writes=_keystrokes, ending=(TERMINUS_ENDS, TERMINUS_ENDS)),
 )
 
 
@@ -127,20 +219,28 @@ class Played:
         return list(itertools.pairwise(self.calls))
 
 
-async def play(client: Client, model: Path, folder: Path, turns: int = 2) -> Played:
-    """Let a harness make one file in ``turns`` tool calls."""
-    commands = ["echo hi > hello.txt", *(f"cat hello.txt | head -n {turn}" for turn in range(1, turns))]
-    script = [*map(client.call, commands), client.ending]
+async def play(
+    client: Client, model: Path, folder: Path, turns: int = 2, engine: Engine | None = None, thinking: bool = False
+) -> Played:
+    """Let a harness make one file in ``turns`` commands.
+
+    Args:
+        engine: the model; by default what it says is scripted.
+        thinking: whether the script thinks before each reply. The endpoint keeps it.
+    """
+    script = client.script(turns)
+    if thinking:
+        script = [f"<think>\nI think of step {i}.\n</think>\n\n{said}" for i, said in enumerate(script)]
+    family = {"tool_format": "hermes", "keep_thinking": thinking}
     limits = {"max_calls": 4 * turns + 8}
     evidence = folder / "evidence"
     evidence.mkdir()
-    async with serving(
-        model, *script, model={"tool_format": "hermes"}, gateway=limits, context_length=1_000_000
-    ) as house:
-        key = house.open()
+    async with serving(model, *script, model=family, gateway=limits, context_length=1_000_000, engine=engine) as house:
+        key = house.gateway.open_rollout("r0", temperature=0.0)
         base_url = f"http://127.0.0.1:{PORT}"
         task = _task(folder / "tasks" / "hello")
-        launch = harnesses.launch(HarnessSection(name=client.profile), task, base_url=base_url, key=key, model="policy")
+        section = HarnessSection(name=client.profile, command=list(client.command) or None)
+        launch = harnesses.launch(section, task, base_url=base_url, key=key, model="policy")
         if client.files:
             filled = {
                 path: text.replace("{base_url}", base_url).replace("{key}", key).replace("{model}", "policy").encode()

@@ -64,12 +64,14 @@ async def serving(
     gateway: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
     context_length: int = 4096,
+    engine: Any = None,
 ) -> AsyncIterator[House]:
-    """A started gateway; ``replies`` are what the model will say, ended by the stop token."""
+    """A started gateway; what the model says is scripted, ended by the stop token; or ``engine`` says it."""
     tokenizer = tokenizer_of(directory)
-    engine = ScriptedEngine(lambda text: tokenizer.encode(text, add_special_tokens=False), context_length)
-    for reply in replies:
-        engine.say(reply + END)
+    if engine is None:
+        engine = ScriptedEngine(lambda text: tokenizer.encode(text, add_special_tokens=False), context_length)
+        for reply in replies:
+            engine.say(reply + END)
     notebook = Notebook()
     with tempfile.TemporaryDirectory(prefix="lr-") as folder:
         served = Gateway(

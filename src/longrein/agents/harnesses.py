@@ -28,6 +28,9 @@ from longrein.errors import HarnessError
 from longrein.records import Task
 
 COMPLETE = "longrein.json"
+PROGRAMS = Path(__file__).with_name("programs")
+NEWEST = (3, 13)
+"""Newest Python looked for where the one that runs this is too old."""
 NPM_QUIET = ("--no-audit", "--no-fund", "--loglevel=error")
 # The sandbox shows these by itself.
 SYSTEM = tuple(Path(path) for path in ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"))
@@ -42,6 +45,8 @@ class Profile:
         version: pinned version; None where there is nothing to install.
         pip: requirements of its Python environment.
         npm: packages of its Node environment, Node itself among them.
+        python: lowest Python its environment takes, such as ``3.12``; None where the one that runs this will do.
+        needs: programs it calls that neither pip nor npm brings; they are named as their packages are.
         command: argument list with ``{fields}``; empty where the configuration must give one.
         env: environment variables, with the same fields.
         files: path in the sandbox → text written there before the start, with the same fields.
@@ -53,6 +58,8 @@ class Profile:
     version: str | None = None
     pip: tuple[str, ...] = ()
     npm: tuple[str, ...] = ()
+    python: str | None = None
+    needs: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +73,8 @@ class Profile:
         tree = {
             "version": self.version,
             **self.pins,
+            "python": self.python,
+            "needs": list(self.needs),
             "command": list(self.command),
             "env": dict(self.env),
             "files": dict(self.files),
@@ -107,6 +116,8 @@ def _profile(name: str, tree: Mapping[str, Any]) -> Profile:
         version=tree.get("version"),
         pip=tuple(tree.get("pip", ())),
         npm=tuple(tree.get("npm", ())),
+        python=tree.get("python"),
+        needs=tuple(tree.get("needs", ())),
         command=tuple(tree.get("command", ())),
         env=tree.get("env", {}),
         files=tree.get("files", {}),
@@ -137,30 +148,75 @@ def installed(profile: Profile) -> Path | None:
 def install(profile: Profile) -> Path:
     """Make the profile's environment, unless it is there; returns its directory. May take minutes.
 
-    A Python environment is made with the interpreter that runs this. An environment cannot be moved once made, so a
-    file written last tells a complete one; an incomplete one is made again.
+    A Python environment is made with the interpreter that runs this, or with another where that is too old. An
+    environment cannot be moved once made, so a file written last tells a complete one; an incomplete one is made again.
 
     Raises:
-        HarnessError: nothing to install, or the installation failed; ends with the installer's last lines.
+        HarnessError: nothing to install, a program or a Python that it needs is missing, or the installation failed;
+            ends with the installer's last lines.
     """
     if not profile.pins:
         raise HarnessError(f"Harness {profile.name!r} has nothing to install; its program is named by harness.command.")
+    check_needs(profile)
     place = directory(profile)
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(f".{place.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if installed(profile) is None:
+            interpreter = _interpreter(profile) if profile.pip else ""
             if place.exists():
                 shutil.rmtree(place)
             place.mkdir()
             if profile.pip:
-                _run(profile, [sys.executable, "-m", "venv", str(place)])
+                _run(profile, [interpreter, "-m", "venv", str(place)])
                 pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
                 _run(profile, [*pip, *profile.pip])
             if profile.npm:
                 _run(profile, [_npm(profile), "install", "--prefix", str(place), *NPM_QUIET, *profile.npm])
             (place / COMPLETE).write_text(json.dumps(profile.pins), encoding="utf-8")
     return place
+
+
+def check_needs(profile: Profile) -> None:
+    """Raises HarnessError where a program that the harness calls is missing; names the package to install."""
+    for program in profile.needs:
+        if shutil.which(program) is None:
+            raise HarnessError(
+                f"Harness {profile.name!r} needs the program {program}, which was not found. Install the package "
+                f"{program} (Debian and Ubuntu: apt-get install {program})."
+            )
+
+
+def _interpreter(profile: Profile) -> str:
+    """A Python that is new enough: the one that runs this, else the newest found on the PATH or among pyenv's.
+
+    Raises:
+        HarnessError: there is none.
+    """
+    if profile.python is None:
+        return sys.executable
+    lowest = tuple(map(int, profile.python.split(".")))
+    if sys.version_info >= lowest:
+        return sys.executable
+    versions = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser() / "versions"
+    for minor in range(NEWEST[1], lowest[1] - 1, -1):
+        for candidate in _named(f"python{NEWEST[0]}.{minor}", versions):
+            # pyenv puts a program of that name on the PATH that refuses to run; Debian's may lack what venv needs.
+            if subprocess.run([candidate, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0:
+                return candidate
+    ours = ".".join(map(str, sys.version_info[:2]))
+    raise HarnessError(
+        f"Harness {profile.name!r} needs Python {profile.python} or newer; longrein runs with {ours}, and no newer one "
+        f"with the modules venv and ensurepip was found on the PATH or under {versions}. Install one (Debian and "
+        f"Ubuntu: apt-get install python{profile.python} python{profile.python}-venv; or pyenv install "
+        f"{profile.python})."
+    )
+
+
+def _named(name: str, versions: Path) -> list[str]:
+    """Programs of that name: the one on the PATH, and one in the ``bin`` of each directory in ``versions``."""
+    on_path = shutil.which(name)
+    return ([] if on_path is None else [on_path]) + [str(path) for path in versions.glob(f"*/bin/{name}")]
 
 
 def _npm(profile: Profile) -> str:
@@ -192,6 +248,7 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
         HarnessError: unknown profile, harness not installed, program or file missing, misspelt ``{field}``.
     """
     chosen = profile(section.name)
+    check_needs(chosen)
     place = installed(chosen)
     if chosen.pins and place is None:
         raise HarnessError(
@@ -206,9 +263,11 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
             "workdir": task.workdir,
             "python": sys.executable,
             "prefix": "" if place is None else str(place),
+            "programs": str(PROGRAMS),
         }
     )
-    program, *arguments = list(section.command or chosen.command) + section.arguments
+    words = list(section.command or chosen.command) + section.arguments
+    program, *arguments = words
     found = _program(fill("harness.command", program), place, section.files)
     argv = (found, *(fill("harness.command", argument) for argument in arguments))
     own = section.command is None and section.preload and chosen.entry is not None
@@ -222,7 +281,11 @@ def launch(section: HarnessSection, task: Task, *, base_url: str, key: str, mode
         preload=Preload(place / "bin" / "python", chosen.imports, chosen.entry, _fixed({**chosen.env, **section.env}))
         if own and place and chosen.entry
         else None,
-        readable=_readable(place, None if found in section.files else Path(found)),
+        readable=_readable(
+            place,
+            None if found in section.files else Path(found),
+            PROGRAMS if any("{programs}" in word for word in words) else None,
+        ),
     )
 
 
@@ -280,9 +343,10 @@ def _content(target: str, file: Path) -> bytes:
         raise HarnessError(f"harness.files[{target!r}]: {file} cannot be read ({error.strerror}).") from None
 
 
-def _readable(place: Path | None, program: Path | None) -> tuple[Path, ...]:
+def _readable(place: Path | None, program: Path | None, programs: Path | None) -> tuple[Path, ...]:
     """What of the host the program needs: its installation, never more (tasks and ledgers may lie beside it)."""
     needed: list[Path] = [place] if place is not None and (place / "node_modules").is_dir() else []
+    needed += [programs] if programs is not None else []
     for path in (place and place / "bin" / "python", program):
         while path is not None:
             needed.append(_installation(path))
