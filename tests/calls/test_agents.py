@@ -64,6 +64,14 @@ def test_own_rules_come_before_ready_made_ones() -> None:
         (Conversation((Message("user", "# Memory\nManaged memory has TWO directories: a, b"),)), {}, "memory", False),
         (Conversation((Message("system", "Write one-line commit messages."),)), {}, "commit-message", False),
         (Conversation((Message("system", "Put it into <state_snapshot>."),)), {}, "compaction", True),
+        (Conversation((Message("system", "You are a context summarization agent."),)), {}, "compaction", True),
+        (
+            Conversation((Message("system", "You are a general-purpose subagent working for a parent agent."),)),
+            {},
+            "sub-agent",
+            True,
+        ),
+        (Conversation((Message("system", "You are a specialized Task Routing AI."),)), {}, "router", False),
     ],
 )
 def test_known_harnesses(conversation: Conversation, headers: dict[str, str], name: str, train: bool) -> None:
