@@ -1,12 +1,15 @@
 """A whole run, for real: gateway, harness process, sandbox, verifier, forest, loss, update, publish, report."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from longrein.config_file import load
 from longrein.ledger import Ledger
 from longrein.plan import training_groups
 from longrein.records import Call, Rollout, Split
-from longrein.run import load_tasks
+from longrein.run import _socket, load_tasks
 from tests.workshop import HARNESS, make_workshop, read_metrics
 
 
@@ -115,6 +118,45 @@ async def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
         planned = training_groups(tasks, step, groups=2, rollouts=4, temperature=1.0, seed=0)
         for want in planned:
             assert {rollout.task_id for rollout, _ in after[want.group.group_id]} == {want.task.task_id}
+
+
+def test_ledger_and_checkpoints_stay_together(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=3, groups=1, rollouts=2)
+    sparse: list[str | Path] = ["train", "--config", config, "--set", "training.save_every=2"]
+    assert longrein(*sparse).returncode == 0
+    # As if killed after the third step was committed and before its checkpoint was whole: the step is made again.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    ended = longrein(*sparse)
+    assert ended.returncode == 0 and "going on after step 2 of 3" in ended.stderr, ended.stderr
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2]
+    # Fewer steps than were made: the report is of those that were.
+    ended = longrein("train", "--config", config, "--set", "training.steps=1")
+    assert ended.returncode == 0 and "nan" not in ended.stdout, ended.stderr
+    assert "3 steps" in (tmp_path / "run" / "report.md").read_text()
+    # Without its ledger, a checkpoint is not gone on from: nobody could tell what it has learned from.
+    for file in (tmp_path / "run").glob("ledger.db*"):
+        file.write_bytes(b"")
+    ended = longrein("train", "--config", config)
+    assert ended.returncode == 1 and "knows of 0 steps, but step-000003" in ended.stderr, ended.stderr
+    assert len(read_metrics(tmp_path)) == 3
+
+
+async def test_the_socket_of_a_killed_run_is_removed_and_no_other() -> None:
+    sockets = [Path(tempfile.mkdtemp(prefix="longrein-")) / "gateway.sock" for _ in range(2)]
+    ends = [socket.socket(socket.AF_UNIX) for _ in sockets]
+    for end, file in zip(ends, sockets, strict=True):
+        end.bind(str(file))
+        end.listen()
+    ends[0].close()
+    try:
+        async with AsyncExitStack() as stack:
+            own = _socket(stack)
+            assert own.parent.is_dir() and not sockets[0].parent.exists() and sockets[1].exists()
+        assert not own.parent.exists()
+    finally:
+        ends[1].close()
+        for file in sockets:
+            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What was acknowledged is there after a kill; no illegal move is recorded; one process at a time."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -174,3 +175,19 @@ async def test_a_killed_writer_loses_no_acknowledged_call(tmp_path: Path) -> Non
     await ledger.close()
     assert recorded == list(range(len(recorded)))
     assert len(recorded) >= len(acknowledged)
+
+
+async def test_a_full_disk_is_explained_and_loses_nothing_recorded(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+    await ledger.add_group(GROUP)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # Files may grow no further: the nearest to a full disk that a process can have by itself.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with pytest.raises(LedgerError, match=r"ledger\.db: .*run the same command again"):
+            await ledger.add_rollout(ROLLOUT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    await ledger.add_rollout(ROLLOUT)
+    assert await ledger.groups(Split.TRAIN, 3) == [GROUP] and await ledger.rollouts("g0") == [ROLLOUT]
+    await ledger.close()

@@ -54,6 +54,8 @@ LEGAL_MOVES: Mapping[RolloutState, frozenset[RolloutState]] = {
     RolloutState.VERIFYING: frozenset({RolloutState.DONE, RolloutState.FAILED, RolloutState.CANCELLED}),
 }
 
+UNFINISHED = f"state in ({', '.join(repr(state.value) for state in LEGAL_MOVES)})"
+
 CALL_COLUMNS = (
     "call_id, rollout_id, idx, agent, dialect, request, reply, prompt_ids, completion_ids, logprobs, versions, "
     "temperature, policy, finish_reason, cause, parent_id, delivered, train, started_at, ended_at"
@@ -73,7 +75,8 @@ class CommittedStep:
 class Ledger:
     """The ledger of one run directory. Open it with ``Ledger.open``."""
 
-    def __init__(self, connection: sqlite3.Connection, lock: int, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, file: Path, connection: sqlite3.Connection, lock: int, thread: ThreadPoolExecutor) -> None:
+        self._file = file
         self._connection = connection
         self._lock = lock
         self._thread = thread
@@ -93,7 +96,7 @@ class Ledger:
             thread.shutdown()
             os.close(lock)
             raise
-        return cls(connection, lock, thread)
+        return cls(file, connection, lock, thread)
 
     async def close(self) -> None:
         """Finish what is queued, then let go of the file."""
@@ -103,7 +106,15 @@ class Ledger:
 
     async def _run(self, work: Callable[[], T]) -> T:
         # Shielded: a cancelled caller must not leave a transaction whose outcome nobody knows.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
+        try:
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(
+                f"{self._file}: {error}. What was recorded before stays recorded; once the disk has room and is sound, "
+                "run the same command again."
+            ) from None
 
     async def _execute(self, statement: str, values: Sequence[Any]) -> int:
         def work() -> int:
@@ -175,18 +186,18 @@ class Ledger:
         if changed != 1:
             raise LedgerError(f"rollout {rollout.rollout_id} cannot become {rollout.state.value} from where it is")
 
+    async def cancel(self, rollout_id: str, reason: str, now: float) -> None:
+        """Cancel a rollout, unless it has ended: its last move may have been under way when it was given up."""
+        await self._execute(
+            f"update rollouts set state = ?, failure = ?, ended_at = ? where rollout_id = ? and {UNFINISHED}",
+            (RolloutState.CANCELLED.value, reason, now, rollout_id),
+        )
+
     async def cancel_unfinished(self, reason: str, now: float) -> int:
         """Cancel every rollout that a stopped process left queued, running or verifying; return how many."""
         return await self._execute(
-            "update rollouts set state = ?, failure = ?, ended_at = ? where state in (?, ?, ?)",
-            (
-                RolloutState.CANCELLED.value,
-                reason,
-                now,
-                RolloutState.QUEUED.value,
-                RolloutState.RUNNING.value,
-                RolloutState.VERIFYING.value,
-            ),
+            f"update rollouts set state = ?, failure = ?, ended_at = ? where {UNFINISHED}",
+            (RolloutState.CANCELLED.value, reason, now),
         )
 
     async def groups(self, split: Split, step: int) -> list[Group]:

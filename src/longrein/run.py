@@ -2,6 +2,9 @@
 
 import asyncio
 import functools
+import shutil
+import socket
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -171,9 +174,22 @@ def _launches(config: Config) -> LaunchFactory:
 
 def _socket(stack: AsyncExitStack) -> Path:
     """A short private path: unix socket paths may hold about a hundred bytes, a run directory's may be longer."""
-    import tempfile
-
+    for left in Path(tempfile.gettempdir()).glob("longrein-*/gateway.sock"):
+        if not _answers(left):
+            shutil.rmtree(left.parent, ignore_errors=True)
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longrein-"))) / "gateway.sock"
+
+
+def _answers(file: Path) -> bool:
+    """Whether someone listens there; nobody does once the process that did was killed."""
+    with socket.socket(socket.AF_UNIX) as end:
+        try:
+            end.connect(str(file))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True  # busy, or not ours to ask
+    return True
 
 
 def _board(config: Config, directory: RunDirectory, stack: AsyncExitStack) -> "SummaryWriter | None":

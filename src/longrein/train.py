@@ -14,7 +14,7 @@ from typing import Any
 
 from longrein.agents.controller import Collected
 from longrein.config import Config
-from longrein.errors import ConfigError, NoResult, NothingLearned
+from longrein.errors import ConfigError, LedgerError, NoResult, NothingLearned
 from longrein.learning.learner import TrainBatch, TrainGroup, TrainRollout, UpdateReport
 from longrein.ledger import CommittedStep
 from longrein.plan import evaluation_groups, training_groups
@@ -45,8 +45,8 @@ async def train(config: Config) -> str:
                     raise NothingLearned(_nothing_learned(idle, metrics))
                 if config.training.eval_every and step % config.training.eval_every == 0:
                     await evaluate(run, step, step)
-            await evaluate(run, config.training.steps, step)
-            return await conclude(run)
+            await evaluate(run, step, step)
+            return await conclude(run, step)
 
 
 async def evaluate_only(config: Config) -> str:
@@ -70,12 +70,18 @@ async def resume(run: Run) -> int:
     left = await run.ledger.cancel_unfinished("the process that ran it stopped", time.time())
     found = checkpoints.latest(run.directory.checkpoints)
     recorded = await run.ledger.steps()
-    run.directory.rewrite_metrics(recorded)
+    step = int(found.cursor["step"]) if found is not None else 0
+    if found is not None and [committed.step for committed in recorded[:step]] != list(range(step)):
+        raise LedgerError(
+            f"{run.directory.ledger}: knows of {len(recorded)} steps, but {found.path.name} was saved after {step}. It "
+            "was cut off, or is not the ledger of these checkpoints. Put it back, or use a new output.dir."
+        )
+    # What comes after the checkpoint is done again.
+    run.directory.rewrite_metrics(recorded[:step])
     if found is None:
         if recorded or left:
             run.display.say("going on from the start: no checkpoint was saved; recorded rollouts are used again")
         return 0
-    step = int(found.cursor["step"])
     await run.compute(run.learner.load, found.path)
     await publish(run.learner, run.engine, step, run.compute)
     run.display.say(f"going on after step {step} of {run.config.training.steps} ({found.path.name})")
@@ -96,19 +102,22 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
     finally:
         run.gateway.resume()
     published = time.monotonic()
-    last = step + 1 == run.config.training.steps
-    if last or (step + 1) % run.config.training.save_every == 0:
-        await save(run, step + 1)
-    ended = time.monotonic()
     seconds = {
-        "seconds": ended - began,
+        "seconds": published - began,
         "seconds_collect": collected - began,
         "seconds_update": updated - collected,
         "seconds_publish": published - updated,
-        "seconds_save": ended - published,
+        "seconds_save": 0.0,
     }
     metrics = {"step": step, "version": step + 1, **_rollout_metrics(groups, batch), **asdict(report), **seconds}
+    # Before the checkpoint: wherever we are stopped, the ledger knows every step that a checkpoint holds.
     await run.ledger.commit_step(CommittedStep(step, step + 1, metrics, time.time()))
+    last = step + 1 == run.config.training.steps
+    if last or (step + 1) % run.config.training.save_every == 0:
+        await save(run, step + 1)
+        ended = time.monotonic()
+        metrics |= {"seconds": ended - began, "seconds_save": ended - published}
+        await run.ledger.commit_step(CommittedStep(step, step + 1, metrics, time.time()))
     write_metrics(run, metrics)
     run.display.step(metrics)
     return metrics
@@ -244,11 +253,11 @@ async def read_evaluation(run: Run, at: int, label: str, samples: int, temperatu
     return Evaluation(at, label, rewards)
 
 
-async def conclude(run: Run) -> str:
-    """Write the report and the curve; return the table."""
-    steps = [step.metrics for step in await run.ledger.steps()]
+async def conclude(run: Run, step: int) -> str:
+    """Write the report and the curve of the run after ``step`` steps; return the table."""
+    steps = [committed.metrics for committed in await run.ledger.steps() if committed.step < step]
     every = run.config.training.eval_every
-    moments = sorted({0, run.config.training.steps, *(range(every, run.config.training.steps, every) if every else ())})
+    moments = sorted({0, step, *(range(every, step, every) if every else ())})
     evaluations: list[Evaluation] = []
     comparisons = []
     for label, temperature, samples in _evaluations(run.config) if run.held_out else []:

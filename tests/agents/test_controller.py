@@ -1,6 +1,7 @@
 """Groups come out whole, retried where the fault is ours, and never late."""
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -178,6 +179,33 @@ async def test_the_deadline_ends_what_hangs_and_keeps_the_rest(tmp_path: Path) -
     assert [rollout.index for rollout in group.rollouts] == [0, 2]
     states = {rollout.index: rollout.state for rollout in await ledger.rollouts("g0")}
     assert states[1] is RolloutState.CANCELLED and not endpoint.open and runner.running == 0
+    await ledger.close()
+
+
+@pytest.mark.parametrize(("during", "state"), [("first", RolloutState.CANCELLED), ("last", RolloutState.DONE)])
+async def test_the_deadline_may_come_while_the_ledger_is_busy(tmp_path: Path, during: str, state: RolloutState) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+    runner = ScriptedRunner(lambda name: always(GOOD))
+    await controller(ledger, runner, ScriptedEndpoint()).collect([want(1)])
+    other = sqlite3.connect(tmp_path / "ledger.db")
+
+    def busy(now: str) -> None:
+        if now == during:
+            other.execute("begin immediate")
+            asyncio.get_running_loop().call_later(1.0, other.rollback)
+
+    class Endpoint(ScriptedEndpoint):
+        async def close_rollout(self, rollout_id: str) -> Seen:
+            busy("last")
+            return await super().close_rollout(rollout_id)
+
+    # Told of the rollout that is there already, before the other one is begun.
+    told = iter([lambda: busy("first")])
+    working = controller(ledger, runner, Endpoint(), deadline_s=0.3)
+    (group,) = await working.collect([want(2)], lambda rollout: next(told, lambda: None)())
+    assert [rollout.state for rollout in await ledger.rollouts("g0")] == [RolloutState.DONE, state]
+    assert len(group.rollouts) == (2 if state is RolloutState.DONE else 1)
+    other.close()
     await ledger.close()
 
 

@@ -80,6 +80,44 @@ async def test_a_harness_that_cannot_start_is_not_judged(tmp_path: Path) -> None
     assert "/no/such/program" in outcome.failure and "No such file" in outcome.failure
 
 
+CROWD = """
+import asyncio, resource, sys
+from pathlib import Path
+from tests.agents.trials import make_task, make_trial, running, shell
+
+MANY = "for i in $(seq 70); do echo x > /logs/agent/$i; echo x > /logs/artifacts/$i; done; echo right > answer.txt"
+
+async def main():
+    directory = Path(sys.argv[1])
+    task = make_task(directory / "task")
+    async with running() as runner:
+        if sys.argv[2] == "low":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, 4096))
+        trials = [make_trial(directory, shell(MANY), task, name=f"r{i}") for i in range(8)]
+        for outcome in await asyncio.gather(*map(runner.run, trials)):
+            good = outcome.receipt is not None and outcome.receipt.reward == 1.0
+            print("good" if good else "retried" if outcome.retryable else outcome.failure)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 4096))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("limit", "endings"), [("raised", {"good"}), ("low", {"good", "retried"})])
+def test_many_files_of_many_rollouts_at_once(tmp_path: Path, limit: str, endings: set[str]) -> None:
+    command = [sys.executable, "-c", CROWD, str(tmp_path), limit]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.split()) == 8 and set(ended.stdout.split()) <= endings, ended.stdout
+
+
+async def test_a_machine_that_refuses_is_an_outcome(tmp_path: Path) -> None:
+    trial = make_trial(tmp_path, shell(GOOD))
+    (tmp_path / "evidence").write_text("no directory")
+    outcome = await run(trial)
+    assert outcome.receipt is None and outcome.retryable and outcome.failure_class is FailureClass.INFRASTRUCTURE
+    assert outcome.failure.startswith("machine refused: ") and str(trial.evidence.parent) in outcome.failure
+
+
 async def test_printing_without_end_costs_neither_disk_nor_memory(tmp_path: Path) -> None:
     trial = make_trial(tmp_path, shell("echo first; yes & yes >&2"), timeout_s=1.0)
     outcome = await run(trial, output_kb=64)
@@ -187,6 +225,67 @@ async def test_the_reward_cannot_be_forged(tmp_path: Path, script: str) -> None:
     assert outcome.receipt.reward == 0.0 and outcome.receipt.content == "0\n"
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "cd /; rm -rf /app",
+        "cd /; rm -rf /app; ln -s app /app",
+        "cd /; rm -rf /app; echo > /app",
+        "chmod 000 /app",
+        "chmod 000 /logs",
+        "chmod 000 /app /logs /tmp /run /root /",
+        "rm -rf /tmp; ln -s tmp /tmp",
+        # Names of system directories that this host does not have.
+        "for name in lib32 lib64 libx32; do test -e /$name || mkdir /$name; done",
+    ],
+)
+async def test_what_the_harness_took_away_does_not_spare_it_the_verdict(tmp_path: Path, script: str) -> None:
+    judge = "#!/bin/bash\nset -e\necho note > /tmp/note\necho 0.25 > /logs/verifier/reward.txt"
+    outcome = await run(make_trial(tmp_path, shell(script), make_task(tmp_path / "task", test=judge)))
+    assert outcome.receipt is not None, outcome.failure
+    assert outcome.receipt.reward == 0.25
+
+
+DEFAULT_MODES = r"""
+import os, struct
+nobody_may = b"".join(struct.pack("<HHI", tag, 0, 0xFFFFFFFF) for tag in (1, 4, 32))
+for path in ("/", "/logs", "/tmp"):
+    os.setxattr(path, "system.posix_acl_default", struct.pack("<I", 2) + nobody_may)
+print("set")
+"""
+
+
+async def test_modes_the_harness_made_default_do_not_bind_the_verifier(tmp_path: Path) -> None:
+    trial = make_trial(tmp_path, python(DEFAULT_MODES))
+    outcome = await run(trial)
+    if said(trial) != "set\n":
+        pytest.skip("this kernel's memory file systems have no such lists")
+    assert outcome.receipt is not None and outcome.receipt.reward == 0.0, outcome.failure
+
+
+@pytest.mark.parametrize(
+    "script", ["rm -r /logs/agent; mkfifo /logs/agent", "rm -r /logs/agent; ln -s /etc /logs/agent"]
+)
+async def test_nothing_in_the_place_of_a_directory_of_logs_makes_us_wait(tmp_path: Path, script: str) -> None:
+    trial = make_trial(tmp_path, shell(f"echo right > answer.txt; {script}"))
+    async with asyncio.timeout(20):
+        outcome = await run(trial)
+    assert outcome.receipt is not None and outcome.receipt.reward == 1.0
+    assert not (trial.evidence / "agent").exists()
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [
+        "for i in $(seq 200); do echo x > /logs/verifier/log-$i; done; echo 1 > /logs/verifier/reward.txt",
+        "head -c 16777216 /dev/zero > /logs/verifier/log; echo 1 > /logs/verifier/reward.txt",
+    ],
+)
+async def test_a_reward_is_found_beside_however_much_else(tmp_path: Path, judge: str) -> None:
+    outcome = await run(make_trial(tmp_path, shell("true"), make_task(tmp_path / "task", test=f"#!/bin/bash\n{judge}")))
+    assert outcome.receipt is not None and outcome.receipt.reward == 1.0, outcome.failure
+
+
 async def test_tests_are_absent_while_the_harness_runs(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     (task.path / "solution").mkdir()
@@ -218,6 +317,33 @@ async def test_nothing_of_the_host_is_within_reach(tmp_path: Path, monkeypatch: 
     assert status == {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1"}
     assert not Path("/usr/planted").exists() and said(trial, "stderr").count("Read-only file system") == 3
     assert "unshare failed" in said(trial, "stderr") and "mount: /mnt: permission denied" in said(trial, "stderr")
+
+
+KERNEL = r"""
+import ctypes, errno, os, platform, socket
+numbers = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219), "riscv64": (217, 218, 219)}[platform.machine()]
+libc = ctypes.CDLL(None, use_errno=True)
+for call in (*numbers, 425):
+    print(libc.syscall(call, 0, 0, 0, 0, 0), ctypes.get_errno() == errno.ENOSYS)
+for family in (38, 40):
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        print(error.errno == errno.EAFNOSUPPORT)
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
+    socket.socket(family, socket.SOCK_DGRAM).close()
+# What else is in the sandbox has no more rights to be borrowed.
+for process in filter(str.isdigit, os.listdir("/proc")):
+    print([line.split()[1] for line in open(f"/proc/{process}/status") if line.startswith("Seccomp:")])
+"""
+
+
+async def test_keys_and_sockets_that_no_namespace_holds_are_refused(tmp_path: Path) -> None:
+    trial = make_trial(tmp_path, python(KERNEL))
+    assert (await run(trial)).ending == "exited 0", said(trial, "stderr")
+    printed = said(trial).splitlines()
+    assert printed[:6] == ["-1 True"] * 4 + ["True"] * 2
+    assert len(printed) > 7 and set(printed[6:]) == {"['2']"}
 
 
 async def test_the_harness_is_shown_even_below_a_hidden_home(tmp_path: Path) -> None:
@@ -430,6 +556,40 @@ async def test_nothing_survives_a_killed_trainer(tmp_path: Path) -> None:
     assert mounts() == before
 
 
+STUCK = """
+import asyncio, sys
+from dataclasses import replace
+from pathlib import Path
+from longrein.agents.process import ProcessRunner
+from longrein.agents.runner import Preload
+from longrein.config import RunnerSection
+from tests.agents.trials import make_trial, python
+
+async def main():
+    directory = Path(sys.argv[1])
+    preload = Preload(Path(sys.executable), ("stuck",), "stuck:main", {"PYTHONPATH": str(directory / "modules")})
+    launch = python("pass", preload=preload)
+    launch = replace(launch, readable=(*launch.readable, directory / "modules"))
+    runner = ProcessRunner(RunnerSection())
+    await runner.open()
+    await runner.run(make_trial(directory, launch))
+asyncio.run(main())
+"""
+
+
+async def test_what_is_stuck_does_not_survive_a_killed_trainer_either(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "stuck.py").write_text("import time; time.sleep(1000)\n")
+    with subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)]) as helper:
+        while not any(b"preload_server" in _command(pid) for pid in descendants(helper.pid)):
+            assert helper.poll() is None
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        family = descendants(helper.pid)
+        helper.kill()
+    await gone(family)
+
+
 async def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path) -> None:
     ordinary = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
     if subprocess.run([*ordinary, "true"], capture_output=True).returncode:
@@ -473,3 +633,9 @@ async def test_without_a_sandbox_time_and_output_are_still_limited(tmp_path: Pat
     outcome = await run(trial, sandbox="none", output_kb=64)
     assert outcome.ending == "timed out" and len(said(trial)) < 66 * 1024
     assert outcome.receipt is None and "missing" in outcome.failure
+
+
+async def test_without_a_sandbox_a_harness_that_removed_its_directory_is_judged_too(tmp_path: Path) -> None:
+    trial = make_trial(tmp_path, shell("rmdir $PWD"), make_task(tmp_path / "task", test=PLAIN_JUDGE))
+    outcome = await run(trial, sandbox="none")
+    assert outcome.receipt is not None and outcome.receipt.reward == 0.0, outcome.failure

@@ -168,7 +168,6 @@ class Controller:
             finished(ended)
 
     async def _attempt(self, want: Wanted, rollout: Rollout) -> tuple[Rollout, bool]:
-        await self._ledger.add_rollout(rollout)
         running = replace(rollout, state=RolloutState.RUNNING, started_at=time.time())
         last = running
 
@@ -177,12 +176,14 @@ class Controller:
             last = replace(running, state=RolloutState.VERIFYING)
             await self._ledger.move(last)
 
-        await self._ledger.move(running)
-        key = self._endpoint.open_rollout(
-            rollout.rollout_id, temperature=want.temperature, seed=_seed(self._seed, rollout.rollout_id)
-        )
+        key: str | None = None
         use: Use | None = None
         try:
+            await self._ledger.add_rollout(rollout)
+            await self._ledger.move(running)
+            key = self._endpoint.open_rollout(
+                rollout.rollout_id, temperature=want.temperature, seed=_seed(self._seed, rollout.rollout_id)
+            )
             outcome = await self._runner.run(self._trial(want.task, rollout.rollout_id, key, verifying))
             use = await self._endpoint.close_rollout(rollout.rollout_id)
             ended = _ended(last, outcome, use, self._time_limit(want.task))
@@ -193,10 +194,10 @@ class Controller:
             return ended, outcome.retryable or use.engine_error is not None or silent
         except BaseException as error:
             reason = "cancelled" if isinstance(error, asyncio.CancelledError) else f"stopped by {error!r}"
-            await self._ledger.move(replace(last, state=RolloutState.CANCELLED, failure=reason, ended_at=time.time()))
+            await self._ledger.cancel(rollout.rollout_id, reason, time.time())
             raise
         finally:
-            if use is None:
+            if key is not None and use is None:
                 await self._endpoint.close_rollout(rollout.rollout_id)
 
     def _time_limit(self, task: Task) -> str:

@@ -15,6 +15,7 @@ import os
 import resource
 import select
 import signal
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,12 +38,30 @@ NAMESPACES = {
     "pid": CLONE_NEWPID,
 }
 
+PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
 PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
 START_S = 30.0
 CAPABILITY_VERSION_3 = 0x20080522
 LAST_CAPABILITY = 63
+
+# What no namespace keeps apart, so that it would lead out of the sandbox: the kernel's keys (those of the trainer's
+# session, too), sockets to the machine that hosts this one, and io_uring, which makes sockets unseen.
+# ABI (AUDIT_ARCH_*) → its number of socket(2), and of add_key, request_key, keyctl, io_uring_setup.
+FORBIDDEN = {
+    0xC000003E: (41, (248, 249, 250, 425)),  # x86-64
+    0x40000003: (359, (102, 286, 287, 288, 425)),  # i386; socketcall(2) hides what it asks for
+    0xC00000B7: (198, (217, 218, 219, 425)),  # AArch64
+    0x40000028: (281, (309, 310, 311, 425)),  # Arm
+    0xC00000F3: (198, (217, 218, 219, 425)),  # RISC-V
+}
+FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink
+X32 = 0x40000000
+BPF_LOAD, BPF_EQUAL, BPF_AT_LEAST, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
+NUMBER_AT, ABI_AT, FIRST_ARGUMENT_AT = 0, 4, 16
+SECCOMP_MODE_FILTER, SECCOMP_ERRNO, SECCOMP_ALLOW = 2, 0x00050000, 0x7FFF0000
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,7 +80,8 @@ class Order(NamedTuple):
 
     argv: Sequence[str]
     env: Mapping[str, str]
-    cwd: str
+    # The first of these that can be entered.
+    cwd: Sequence[str]
     limits: Limits
 
     @classmethod
@@ -80,6 +100,13 @@ def check(result: int, action: str) -> int:
 
 def unshare(flags: int) -> None:
     check(libc.unshare(flags), "unshare")
+
+
+def end_with(parent: int) -> None:
+    """Be killed when ``parent``, our parent, ends. A change of user undoes it."""
+    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "ending with the parent")
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def spawn(
@@ -196,7 +223,15 @@ def confine(order: Order, stdio: Sequence[int], keep: Sequence[int] = ()) -> Non
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _give_up_privileges()
     _limit(order.limits)
-    os.chdir(order.cwd)
+    _enter(order.cwd)
+
+
+def _enter(directories: Sequence[str]) -> None:
+    for directory in directories[:-1]:
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
+            return
+    os.chdir(directories[-1])
 
 
 def _close_all_but(kept: Sequence[int]) -> None:
@@ -225,7 +260,38 @@ def _give_up_privileges() -> None:
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
     check(libc.capset(header, nothing), "dropping capabilities")
+    _forbid_calls()
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")
+
+
+def _forbid_calls() -> None:
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+    instructions = call_filter()
+    program = Program(len(instructions) // 8, instructions)
+    check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "forbidding system calls")
+
+
+def call_filter() -> bytes:
+    """The program by which the kernel refuses the calls of FORBIDDEN, as seccomp(2) takes it."""
+    program = [(BPF_LOAD, 0, 0, ABI_AT)]
+    for abi, (socket_call, forbidden) in FORBIDDEN.items():
+        body = [(BPF_LOAD, 0, 0, NUMBER_AT), (BPF_AT_LEAST, 0, 1, X32), _refuse(errno.ENOSYS)]
+        for call in forbidden:
+            body += [(BPF_EQUAL, 0, 1, call), _refuse(errno.ENOSYS)]
+        body += [(BPF_EQUAL, 1, 0, socket_call), (BPF_RETURN, 0, 0, SECCOMP_ALLOW)]
+        body += [(BPF_LOAD, 0, 0, FIRST_ARGUMENT_AT)]
+        for family in FAMILIES:
+            body += [(BPF_EQUAL, 0, 1, family), (BPF_RETURN, 0, 0, SECCOMP_ALLOW)]
+        body += [_refuse(errno.EAFNOSUPPORT)]
+        program += [(BPF_EQUAL, 0, len(body), abi), *body]
+    program += [(BPF_RETURN, 0, 0, SECCOMP_ALLOW)]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def _refuse(number: int) -> "tuple[int, int, int, int]":
+    return BPF_RETURN, 0, 0, SECCOMP_ERRNO | number
 
 
 def _limit(limits: Limits) -> None:

@@ -63,7 +63,10 @@ def keep(end: socket.socket, spec: Spec) -> None:
     """Make the sandbox, then obey until the other end of ``end`` is gone. Never returns."""
     try:
         _stage(spec)
+        warden = os.getppid()
         mounts.become_root_of_own_namespace(spec.uid)
+        # However busy we are, or stuck.
+        entering.end_with(warden)
         mounts.forbid_nested_namespaces()
         _make_box(spec)
     except OSError as error:
@@ -189,7 +192,7 @@ class Keeper:
 
     def do_fetch(self, number: int, message: dict[str, Any], descriptors: list[int]) -> None:
         """Hand out the regular files below a directory of /logs, open for reading."""
-        found = list(mounts.regular_files(BOX / "logs" / message["path"], MOST_FILES))
+        found = list(mounts.regular_files(BOX / "logs" / message["path"], MOST_FILES, first=message["first"]))
         try:
             self.reply(number, {"names": [name for name, _ in found]}, [descriptor for _, descriptor in found])
         finally:
@@ -242,6 +245,8 @@ class Keeper:
             flags=mounts.MS_REMOUNT | mounts.MS_NOSUID | mounts.MS_NODEV,
             options=_quota(self.spec.disk_mb + VERIFIER_MB),
         )
+        for path, mode in ((ROOT, 0o755), (ROOT / "tmp", 0o1777), (BOX / "logs", 0o755)):
+            mounts.restore(path, mode, BOX / "trash")
         for path in (ROOT / "tests", ROOT / "run", BOX / "logs/verifier", BOX / "shm", BOX / "bench"):
             mounts.discard(path, BOX / "trash")
             path.mkdir()
@@ -261,17 +266,20 @@ class Keeper:
             layers = f"lowerdir=/{name},upperdir={BOX}/upper/{name},workdir={BOX}/work/{name},userxattr"
             mounts.mount("overlay", str(ROOT / name), "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, layers)
         information, inform = os.pipe()
-        command = [*self._bubblewrap(phase, network), "--info-fd", str(inform)]
+        # Its own processes, too: the harness has the same user, so it could trace them and call through them.
+        forbid = packets.memory_file(entering.call_filter())
+        command = [*self._bubblewrap(phase, network), "--info-fd", str(inform), "--seccomp", str(forbid)]
         monitor = subprocess.Popen(
             [*command, "--", "/bin/sh", "-c", "echo; exec sleep infinity"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(inform,),
+            pass_fds=(inform, forbid),
             cwd="/",
             env={"PATH": os.defpath},
         )
         os.close(inform)
+        os.close(forbid)
         _await_ready(monitor)
         with os.fdopen(information) as file:
             holder = json.load(file)["child-pid"]
@@ -285,7 +293,9 @@ class Keeper:
         command += ["--hostname", "sandbox", "--cap-drop", "ALL", "--bind", str(ROOT), "/"]
         layers = self._layers()
         for name in SYSTEM:
-            if (ROOT / name).is_symlink() or not (ROOT / name).is_dir():
+            host = Path("/") / name
+            # Asked of the host: the sandbox may have made a directory of that name for itself.
+            if host.is_symlink() or not host.is_dir():
                 continue
             if name not in layers:
                 command += ["--ro-bind", f"/{name}", f"/{name}"]

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longrein.agents.entering import CLONE_NEWNS, CLONE_NEWUSER, check, libc, unshare
@@ -116,6 +116,17 @@ def write_within(root: int, path: str, mode: int, source: int) -> None:
         os.fchmod(target, mode & 0o777)
 
 
+def restore(path: Path, mode: int, trash: Path) -> None:
+    """Make ``path`` a directory of this mode again, whatever was done to it; what is in a directory stays."""
+    if path.is_symlink() or not path.is_dir():
+        discard(path, trash)
+        path.mkdir()
+    with contextlib.suppress(OSError):
+        # It would decide the modes of what is made there from now on.
+        os.removexattr(path, "system.posix_acl_default")
+    path.chmod(mode)
+
+
 def discard(path: Path, trash: Path) -> None:
     """Take whatever is at ``path`` out of the way, following no link and however deep it is.
 
@@ -125,18 +136,29 @@ def discard(path: Path, trash: Path) -> None:
         path.rename(trash / f"{len(list(trash.iterdir()))}")
 
 
-def regular_files(top: Path, limit: int, depth: int = 4) -> Iterator[tuple[str, int]]:
+def regular_files(top: Path, limit: int, depth: int = 4, first: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
     """Up to ``limit`` regular files below ``top``: relative path and an open descriptor (the caller closes it).
 
     Symlinks, devices and pipes are passed over, ``top`` included: none of them is content of the sandbox's own.
+    ``first`` names files that come before all others of their directory.
     """
-    if not top.exists():
+    try:
+        # As a directory or not at all: opening a pipe would wait for whoever writes to it.
+        opened = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
         return
+    try:
+        yield from _regular_files(opened, limit, depth, first)
+    finally:
+        os.close(opened)
+
+
+def _regular_files(top: int, limit: int, depth: int, first: Sequence[str]) -> Iterator[tuple[str, int]]:
     count = 0
-    for directory, names, files, here in os.fwalk(top):
-        inner = Path(directory).relative_to(top)
+    for directory, names, files, here in os.fwalk(".", dir_fd=top):
+        inner = Path(directory)
         names[:] = sorted(names) if len(inner.parts) < depth else []
-        for name in sorted(files):
+        for name in sorted(files, key=lambda name: (name not in first, name)):
             if count == limit:
                 return
             if not stat.S_ISREG(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode):

@@ -23,6 +23,7 @@ from pathlib import Path
 from longrein.agents.mounts import regular_files
 from longrein.agents.output import keep_files
 from longrein.agents.place import BASE_ENV, Phase, ending
+from longrein.agents.rewards import FILES
 from longrein.agents.runner import Preload
 from longrein.config import RunnerSection
 from longrein.errors import HarnessError
@@ -94,6 +95,10 @@ class PlainPlace:
         program = shutil.which(argv[0], path=env.get("PATH"))
         if program is None:
             raise HarnessError(f"cannot be started: {argv[0]} is not a program")
+        directory = self._host(cwd)
+        if not (directory.is_dir() and os.access(directory, os.X_OK)):
+            # The harness removed it, and is judged all the same.
+            directory = self._root
         kilobytes = (self._section.memory_mb * 1024, self._section.disk_mb * 2048)
         process = await asyncio.create_subprocess_exec(
             "/bin/sh",
@@ -104,7 +109,7 @@ class PlainPlace:
             program,
             *argv[1:],
             env=dict(env),
-            cwd=self._host(cwd),
+            cwd=directory,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -128,7 +133,7 @@ class PlainPlace:
             await asyncio.sleep(0.02)
 
     async def fetch(self, name: str, to: Path) -> None:
-        found = list(regular_files(self._root / "logs" / name, MOST_FILES))
+        found = list(regular_files(self._root / "logs" / name, MOST_FILES, first=FILES))
         await asyncio.to_thread(keep_files, found, to)
 
     async def close(self) -> None:

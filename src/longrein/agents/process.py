@@ -7,13 +7,15 @@ down. The verifier meets the harness's files, never its processes.
 What an outcome means (``retryable`` in brackets):
 
 - The harness exited, crashed or timed out: it is verified all the same, and its reward counts.
-- The sandbox could not be made, or died; a RUN of the task's Dockerfile failed: infrastructure (retry).
+- The sandbox could not be made, or died; a RUN of the task's Dockerfile failed; this machine is out of disk, files or
+  processes: infrastructure (retry).
 - The verifier timed out, or left no usable reward: infrastructure (no retry; it would do the same again).
 - The harness's program cannot be started, or the Dockerfile is not understood: infrastructure (no retry).
 """
 
 import asyncio
 import logging
+import resource
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
@@ -53,6 +55,9 @@ class ProcessRunner:
         if self._section.sandbox == "none":
             await asyncio.to_thread(plain.reap)
         else:
+            # Each rollout that ends hands us its files open, and many may end at once.
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             await self._sandboxes()
 
     async def close(self) -> None:
@@ -75,6 +80,8 @@ class ProcessRunner:
             return attempt.failed(f"task unusable: {error}")
         except HarnessError as error:
             return attempt.failed(f"harness {error}")
+        except OSError as error:
+            return attempt.failed(f"machine refused: {error}", retryable=True)
 
     @asynccontextmanager
     async def _place(self, trial: Trial) -> AsyncIterator[Place]:

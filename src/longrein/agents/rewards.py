@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from longrein.errors import RewardError
 from longrein.records import Receipt, RewardProfile
 
+FILES = ("reward.json", "reward.txt")
 LARGEST = 64 * 1024
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 

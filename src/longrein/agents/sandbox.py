@@ -24,9 +24,10 @@ from longrein.agents import packets
 from longrein.agents.entering import Limits
 from longrein.agents.keeper import OWN_PROCESSES
 from longrein.agents.output import keep_files
-from longrein.agents.peer import Peer, Refused
+from longrein.agents.peer import Peer, Refused, Reply
 from longrein.agents.place import BASE_ENV, Phase, ending
 from longrein.agents.preload import PreloadServers
+from longrein.agents.rewards import FILES
 from longrein.agents.runner import Launch, Preload
 from longrein.config import RunnerSection
 from longrein.errors import HarnessError, SandboxError, SandboxUnavailable
@@ -113,6 +114,7 @@ class Sandbox:
         self._peer = peer
         self._section = section
         self._preloads = preloads
+        self._phase: Phase | None = None
         self._names: list[str] = []
         self._namespaces: list[int] = []
 
@@ -173,9 +175,11 @@ class Sandbox:
         network = phase == "agent" and self._section.network == "host"
         message = {"do": "start", "phase": phase, "network": network, "port": None if network else port}
         reply = await self._peer.ask(message)
-        self._names = list(reply.message["namespaces"])
-        self._namespaces = list(reply.descriptors[: len(self._names)])
-        listeners = reply.descriptors[len(self._names) :]
+        self._phase = phase
+        names = list(reply.message["namespaces"])
+        descriptors = _all_descriptors(reply, len(names) + (message["port"] is not None))
+        self._names, self._namespaces = names, descriptors[: len(names)]
+        listeners = descriptors[len(names) :]
         return socket.socket(fileno=listeners[0]) if listeners else None
 
     async def run(
@@ -187,7 +191,9 @@ class Sandbox:
         stderr: int,
         preload: Preload | None = None,
     ) -> str:
-        order = {"argv": list(argv), "env": dict(env), "cwd": cwd, "limits": list(self._limits())}
+        # A harness that removed or locked its working directory is judged all the same.
+        cwds = [cwd, "/"] if self._phase == "verifier" else [cwd]
+        order = {"argv": list(argv), "env": dict(env), "cwd": cwds, "limits": list(self._limits())}
         server = self._preloads.get(preload) if self._preloads is not None and preload is not None else None
         with nowhere() as nothing:
             stdio = [nothing, stdout, stderr]
@@ -212,8 +218,9 @@ class Sandbox:
         await self._peer.ask({"do": "stop"})
 
     async def fetch(self, name: str, to: Path) -> None:
-        reply = await self._peer.ask({"do": "fetch", "path": name})
-        await asyncio.to_thread(keep_files, zip(reply.message["names"], reply.descriptors, strict=True), to)
+        reply = await self._peer.ask({"do": "fetch", "path": name, "first": FILES})
+        names = reply.message["names"]
+        await asyncio.to_thread(keep_files, zip(names, _all_descriptors(reply, len(names)), strict=True), to)
 
     async def close(self) -> None:
         """The keeper sees its socket close, kills what is left and ends, and the mounts with it."""
@@ -226,6 +233,15 @@ class Sandbox:
         for descriptor in self._namespaces:
             os.close(descriptor)
         self._namespaces = []
+
+
+def _all_descriptors(reply: Reply, count: int) -> list[int]:
+    """Those of a reply. The kernel leaves out what this process may not hold open as well."""
+    if len(reply.descriptors) == count:
+        return list(reply.descriptors)
+    for descriptor in reply.descriptors:
+        os.close(descriptor)
+    raise SandboxError("too many open files: raise the limit (ulimit -n), or lower runner.concurrency")
 
 
 def visible_directories(launch: Launch) -> list[Path]:

@@ -32,7 +32,7 @@ def main() -> None:
     packets.send(end, {"id": 0})
     # Children are not waited for; whoever asked for them sees their sockets close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    number = os.getpid()
+    number = warden = os.getpid()
     while (packet := packets.receive(end)) is not None:
         message, descriptors = packet
         number += 1
@@ -41,6 +41,7 @@ def main() -> None:
                 end.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
+                entering.end_with(warden)
                 _become(message, descriptors, number if many else None)
             finally:
                 os._exit(1)
