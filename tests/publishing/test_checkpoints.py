@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from longrein.errors import LearnerError
 from longrein.publishing import checkpoints
@@ -45,6 +46,18 @@ def test_pruning_keeps_the_last(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
+def test_what_is_no_checkpoint_is_passed_over_and_a_damaged_one_named(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, 1, write, {"step": 1})
+    (tmp_path / "step-old").mkdir()
+    (tmp_path / "step-old" / "cursor.json").write_text("{}")
+    found = checkpoints.latest(tmp_path)
+    assert found is not None and found.cursor["step"] == 1
+    for text in ('{"ste', "[]", "{}", '{"step": "1"}'):
+        (tmp_path / "step-000001" / "cursor.json").write_text(text)
+        with pytest.raises(LearnerError, match=r"step-000001/cursor\.json: is damaged"):
+            checkpoints.latest(tmp_path)
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, 1, write, {"step": 1, "try": 1})
     checkpoints.save(tmp_path, 1, write, {"step": 1, "try": 2})
@@ -53,14 +66,24 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        # What torch and safetensors say of the same.
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_leaves_the_old_ones(tmp_path: Path, error: Exception) -> None:
     checkpoints.save(tmp_path, 1, write, {"step": 1})
 
     def full(directory: Path) -> None:
         write(directory)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
-    with pytest.raises(LearnerError, match=r"step-000002 could not be written.*No space left.*free some disk"):
+    said = r"step-000002 could not be written: .*(No space left|file write failed).*free some disk"
+    with pytest.raises(LearnerError, match=said):
         checkpoints.save(tmp_path, 2, full, {"step": 2})
     assert names(tmp_path) == ["step-000001"]
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from longrein.errors import LearnerError
 
 PREFIX = "step-"
@@ -56,7 +58,8 @@ def save(directory: Path, step: int, write: Callable[[Path], None], cursor: Mapp
         _remove(target)
         aside.rename(target)
         _flush(directory)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch and safetensors have errors of their own for a disk that is full.
         shutil.rmtree(aside, ignore_errors=True)
         raise LearnerError(
             f"checkpoint {target} could not be written: {error}. Older checkpoints are untouched; free some disk and "
@@ -86,13 +89,25 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def _whole(directory: Path) -> list[Checkpoint]:
-    """In order of their steps."""
+    """In order of their steps; other directories are somebody else's."""
     found = []
     for path in directory.glob(f"{PREFIX}*"):
-        if path.suffix == PARTIAL or not (path / CURSOR).is_file():
-            continue
-        found.append((int(path.name.removeprefix(PREFIX)), path))
-    return [Checkpoint(path, json.loads((path / CURSOR).read_text(encoding="utf-8"))) for _, path in sorted(found)]
+        step = path.name.removeprefix(PREFIX)
+        if step.isdecimal() and (path / CURSOR).is_file():
+            found.append((int(step), path))
+    return [Checkpoint(path, _cursor(path / CURSOR)) for _, path in sorted(found)]
+
+
+def _cursor(file: Path) -> Mapping[str, Any]:
+    try:
+        cursor = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        cursor = None
+    if not isinstance(cursor, dict) or not isinstance(cursor.get("step"), int):
+        raise LearnerError(
+            f"{file}: is damaged. Remove {file.parent} to go on from the checkpoint before it, or put it back."
+        )
+    return cursor
 
 
 def _remove(path: Path) -> None:
