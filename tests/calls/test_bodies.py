@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,3 +99,49 @@ def test_no_body_is_answered_with_a_failure_of_ours(tiny_directory: Path, qwen3_
 
 
 LIMITS = {"max_calls": 100_000, "max_tokens": 10_000_000}
+
+
+DEEP = 600
+NESTED = '{"a":' * DEEP + "1" + "}" * DEEP
+MESSAGES = '"messages": [{"role": "user", "content": "\\u0061"}'
+FUNCTION = '"function": {"name": "f", '
+CALLED = MESSAGES + ', {"role": "assistant", "tool_calls": [{"id": "1", ' + FUNCTION + '"arguments": '
+
+
+@pytest.mark.parametrize(
+    ("renderer", "body"),
+    [
+        ("auto", "{" + MESSAGES + '], "metadata": ' + NESTED + "}"),
+        ("auto", "{" + MESSAGES + '], "metadata": ' + "[" * 100_000),
+        (
+            "template",
+            "{" + MESSAGES + '], "tools": [{"type": "function", ' + FUNCTION + f'"parameters": {NESTED}' + "}}]}",
+        ),
+        ("template", "{" + CALLED + json.dumps(NESTED) + "}}]}]}"),
+    ],
+    ids=["unknown", "open", "schema", "arguments"],
+)
+async def test_what_is_nested_too_deeply_is_refused(renderer: str, body: str, qwen3_directory: Path) -> None:
+    async with serving(qwen3_directory, "ok", model={"renderer": renderer}) as house, httpx.AsyncClient() as http:
+        url = f"{house.gateway.url}/k/{house.open()}/v1/chat/completions"
+        reply = await http.post(url, content=body, timeout=20)
+        assert reply.status_code == 400, reply.text
+        assert "nested too deeply" in reply.text or "recursion" in reply.text
+        shallow = json.dumps({"messages": [{"role": "user", "content": "é"}], "x": json.loads("[" * 90 + "]" * 90)})
+        assert (await http.post(url, content=shallow, timeout=20)).status_code == 200
+        assert len(house.engine.requests) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_bodies_are_utf_8(path: str, tiny_directory: Path) -> None:
+    body = '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stop": "?"}'
+    half = body.encode().replace(b'"a"', b'"\xed\xa0\xbd"')
+    async with serving(tiny_directory, "ok") as house, httpx.AsyncClient() as http:
+        url = f"{house.gateway.url}/k/{house.open()}/v1/{path}"
+        stop = body.encode().replace(b"?", b"\xed\xa0\xbd")
+        for raw in (half, stop, body.replace("?", "\\ud83d").encode("utf-16"), b"\xff" + body.encode()):
+            reply = await http.post(url, content=raw)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+        assert not house.engine.requests
+        # As some editors and shells send it.
+        assert (await http.post(url, content=b"\xef\xbb\xbf" + body.encode())).status_code == 200

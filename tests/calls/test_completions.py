@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Completion
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from longrein.calls.completions import CompletionsDialect
 from longrein.calls.dialect import Ask, Target
@@ -130,3 +132,34 @@ async def test_replies_are_of_the_official_type(tiny_directory: Path) -> None:
         assert (reply.object, reply.model, reply.id[:5]) == ("text_completion", "any", "cmpl-")
         assert reply.usage is not None
         assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+async def test_the_longest_text_is_gone_on_from_whatever_its_tokens(qwen3_directory: Path) -> None:
+    async with serving(qwen3_directory) as house, client(house, house.open()) as model:
+        letters = [i for letter in " to the" for i in house.tokenizer.encode(letter)]
+        longer = house.tokenizer.encode(" to the market")
+        assert len(longer) < len(letters)
+        for ids in (longer, letters):
+            house.engine.say(ids)
+        for prompt in ("go", "go", "go to the market now"):
+            await model.completions.create(model="m", prompt=prompt, max_tokens=50)
+        first, _, third = house.notebook.calls
+        assert (third.cause, third.parent_id) == (Cause.EXTENDED, first.call_id)
+        assert third.prompt_ids[: len(told(first))].tolist() == told(first)
+
+
+async def test_a_tokenizer_that_puts_a_space_in_front_is_shown_the_very_text(tmp_path: Path) -> None:
+    letters = {letter: i for i, letter in enumerate(["<unk>", "</s>", *"▁abcdefghijklmnopqrstuvwxyz:"])}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    saved.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    saved.save_pretrained(tmp_path)
+    async with serving(tmp_path) as house, client(house, house.open()) as model:
+        house.engine.say([letters[letter] for letter in "two"])
+        for prompt in ("one ", "one two three", "one twofold"):
+            await model.completions.create(model="m", prompt=prompt)
+        assert [house.shown(i) for i in range(3)] == ["one ", "one two three", "one twofold"]
+        causes = [(call.cause, call.parent_id) for call in house.notebook.calls]
+        assert causes == [(Cause.NEW_SESSION, None), (Cause.TEXT_CHANGED, None), (Cause.TEXT_CHANGED, None)]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import httpx
 import openai
 import pytest
 
+from longrein.calls import listening
+from longrein.calls.conversation import Conversation
 from longrein.calls.gateway import Gateway
+from longrein.calls.rendering import Prompt
 from longrein.config import GatewaySection, SamplingSection
 from longrein.errors import ConfigError, DeadlineExceeded
 from longrein.records import Cause
@@ -466,3 +470,131 @@ async def test_a_socket_path_too_long_is_named(tiny_directory: Path, tmp_path: P
     with pytest.raises(ConfigError, match=r"gateway\.sock cannot be made"):
         await gateway.start()
     await gateway.close()
+
+
+async def test_what_was_dropped_is_told_whatever_it_is_called(tiny_directory: Path) -> None:
+    async with serving(tiny_directory, "hi") as house:
+        body = {"contents": [{"parts": [{"text": "a"}]}], "tools": [{"odd\x00\x01\x7f\n name": {}}]}
+        reply = await post(house, house.open(), body, "/v1beta/models/m:generateContent")
+        assert reply.status_code == 200
+        assert reply.headers["longrein-dropped"].startswith("tools[0].odd name: ")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "completions"])
+async def test_clients_that_end_lines_at_any_separator_read_streams(path: str, tiny_directory: Path) -> None:
+    said = "a\u2028b\x85c\u2029d"
+    async with (
+        serving(tiny_directory, said) as house,
+        httpx.AsyncClient(headers={"authorization": f"Bearer {house.open()}"}) as http,
+    ):
+        asked: dict[str, Any] = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}
+        body = {"max_tokens": 50, "stream": True} | asked.get(path, {"messages": ASK})
+        async with http.stream("POST", f"{house.url}/{path}", json=body) as reply:
+            lines = [line async for line in reply.aiter_lines()]
+        for line in lines:
+            assert line == "" or line.startswith(("event: ", "data: ", ": "))
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "".join(map(gained, events)) == said
+
+
+def gained(event: dict[str, Any]) -> str:
+    """The text that a stream's event adds, in whichever dialect."""
+    for choice in event.get("choices", ()):
+        return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
+    delta = event.get("delta", "")
+    return str(delta.get("text", "") if isinstance(delta, dict) else delta)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_nested_without_end_is_text(stream: bool, qwen3_directory: Path) -> None:
+    says = 'Well.\n<tool_call>\n{"name": "bash", "arguments": {"command": ' + "[" * 3000 + "}}\n</tool_call>"
+    async with (
+        serving(qwen3_directory, says, sampling={"max_tokens": 4096}) as house,
+        client(house, house.open()) as chat,
+    ):
+        message = await said(chat, ASK, stream)
+        assert message["content"] == says
+        assert "tool_calls" not in message
+        assert [call.delivered for call in house.notebook.calls] == [True]
+
+
+async def test_a_large_request_holds_up_no_other(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, begun, go_on = renderer_of(tiny_directory), threading.Event(), threading.Event()
+    render = renderer.render
+
+    def slow(conversation: Conversation) -> Prompt:
+        if len(conversation.messages[0].content) > 100_000:
+            begun.set()
+            go_on.wait(10)
+        return render(conversation)
+
+    monkeypatch.setattr(renderer, "render", slow)
+    async with serving(tiny_directory, "hi", context_length=1_000_000) as house:
+        key, body = house.open(), {"messages": [{"role": "user", "content": "a" * 400_000}]}
+        large = [asyncio.create_task(post(house, key, body)) for _ in range(2)]
+        await house.until(begun.is_set)
+        assert (await post(house, house.open("r1"), {"messages": ASK})).status_code == 200
+        assert (await post(house, key, {"messages": ASK})).status_code == 200
+        assert not any(task.done() for task in large)
+        go_on.set()
+        assert [(await task).status_code for task in large] == [200, 200]
+        # The same body twice is one call, whichever way it was read.
+        assert len(house.engine.requests) == 3
+
+
+async def test_a_large_request_of_a_rollout_that_has_ended_is_not_sampled(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer, begun, go_on = renderer_of(tiny_directory), threading.Event(), threading.Event()
+    render = renderer.render
+
+    def slow(conversation: Conversation) -> Prompt:
+        begun.set()
+        go_on.wait(10)
+        return render(conversation)
+
+    monkeypatch.setattr(renderer, "render", slow)
+    async with serving(tiny_directory, "hi", context_length=1_000_000) as house:
+        body = {"messages": [{"role": "user", "content": "a" * 400_000}]}
+        large = asyncio.create_task(post(house, house.open(), body))
+        await house.until(begun.is_set)
+        await house.gateway.close_rollout("r0")
+        go_on.set()
+        assert (await large).status_code == 401
+        assert not house.engine.requests
+
+
+async def test_a_tokenizer_that_panics_refuses_the_request(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As the bindings of Rust call it."""
+
+    def panic(conversation: Conversation) -> Prompt:
+        raise PanicException("retry-limit-in-match over")
+
+    monkeypatch.setattr(renderer_of(tiny_directory), "render", panic)
+    async with serving(tiny_directory, "hi") as house:
+        for size in (1, 400_000):
+            body = {"messages": [{"role": "user", "content": " " * size}]}
+            reply = await post(house, house.open(f"r{size}"), body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+            assert "retry-limit" in reply.text
+
+
+async def test_connections_that_ask_nothing_give_way(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "most_connections", lambda: 4)
+    async with serving(tiny_directory, "hi there") as house:
+        host, port = house.gateway.url.removeprefix("http://").split(":")
+        hold = house.engine.lines[0].hold()
+        asked = asyncio.create_task(post(house, house.open(), {"messages": ASK}))
+        await house.until(lambda: house.engine.running == 1)
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+        begun = asyncio.create_task(post(house, house.open("r1"), {"messages": ASK}))
+        await house.until(lambda: house.engine.running == 2)
+        hold.set()
+        assert [(await task).status_code for task in (asked, begun)] == [200, 200]
+        await asyncio.sleep(0.1)
+        assert sum(not reader.at_eof() and reader.exception() is None for reader, _ in idle) <= 4
+        for _, writer in idle:
+            writer.close()

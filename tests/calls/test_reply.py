@@ -1,5 +1,6 @@
 """What is told of a growing reply is what the finished reply begins with, however its tokens arrive."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrein.calls.conversation import Conversation, Message, Tool, same_message
+from longrein.calls.hermes import arguments_text
 from longrein.calls.rendering import Renderer
 from longrein.calls.reply import GrowingReply
 from tests.calls.loaded import renderer_of, tokenizer_of
@@ -125,3 +127,47 @@ def test_text_behind_thinking_is_content(qwen3_directory: Path) -> None:
     told = [growing.grow([i]) for i in tokenizer.encode("<think>\nHm, so.\n</think>\n\nI look now.<|im_end|>")]
     assert "".join(delta.content for delta in told if delta) == "I look now."
     assert "".join(delta.reasoning for delta in told if delta) == "Hm, so."
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_call_that_closed_before_a_stop_text_stays(qwen3_directory: Path, live: bool) -> None:
+    renderer, tokenizer = renderer_of(qwen3_directory), tokenizer_of(qwen3_directory)
+    ids = tokenizer.encode(f"I look.\n{CALL}\n{CALL.replace('ls', 'STOP')}")
+    one_by_one = GrowingReply(renderer, [1], (BASH,), ("STOP",), live=live, pace_s=0)
+    for i in ids:
+        one_by_one.grow([i])
+        if one_by_one.cut:
+            break
+    at_once = GrowingReply(renderer, [1], (BASH,), ("STOP",), live=live, pace_s=0)
+    at_once.grow(ids)
+    for growing in (one_by_one, at_once):
+        message, _ = growing.finish()
+        assert [call.arguments for call in message.tool_calls] == ['{"command": "ls"}']
+        assert "STOP" not in message.content
+        assert growing.stopped_by == "STOP"
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_what_comes_behind_a_stop_text_is_not_told(qwen3_directory: Path, live: bool) -> None:
+    renderer, tokenizer = renderer_of(qwen3_directory), tokenizer_of(qwen3_directory)
+    growing = GrowingReply(renderer, [1], (BASH,), ("STOP",), live=live, pace_s=0)
+    growing.grow(tokenizer.encode(f"I look. STOP\n{CALL}<|im_end|>"))
+    message, _ = growing.finish()
+    assert (message.content, message.tool_calls) == ("I look. ", ())
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_token_that_ends_every_reply_is_no_stop_text(qwen3_directory: Path, plain: bool) -> None:
+    renderer, tokenizer = renderer_of(qwen3_directory), tokenizer_of(qwen3_directory)
+    growing = GrowingReply(renderer, [1], (), ("<|im_end|>",), live=True, plain=plain, pace_s=0)
+    for i in tokenizer.encode("Done.<|im_end|>"):
+        growing.grow([i])
+    assert not growing.cut
+    assert growing.finish()[0].content == "Done."
+
+
+def test_half_a_character_in_arguments_can_be_sent_back() -> None:
+    text = arguments_text({"command": "ls \ud83d é"})
+    assert text.encode()
+    assert json.loads(text) == {"command": "ls \ud83d é"}
+    assert arguments_text({"command": "é"}) == '{"command": "é"}'

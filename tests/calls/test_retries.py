@@ -156,3 +156,33 @@ async def test_another_body_leaves_the_undelivered_reply_behind(tiny_directory: 
         await ask(house, key, {"messages": history})
         assert list(house.notebook.delivered.values()) == [False, True, True, True]
         assert house.notebook.calls[-1].parent_id is None
+
+
+async def test_a_hang_up_is_seen_though_more_was_sent_ahead(tiny_directory: Path) -> None:
+    async with serving(tiny_directory, "one two", "again") as house:
+        hold = house.engine.lines[0].hold()
+        key = house.open()
+        host, port = house.gateway.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request(key, {"messages": ASK}))
+        await house.until(lambda: house.engine.running > 0)
+        writer.write(request(key, {"messages": [*ASK, *ASK]}))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        await house.until(lambda: house.engine.running == 0)
+        hold.set()
+        await house.gateway.close_rollout("r0")
+        assert [call.delivered for call in house.notebook.calls] == [False]
+
+
+async def test_requests_sent_ahead_are_answered_in_turn(tiny_directory: Path) -> None:
+    async with serving(tiny_directory, "one", "two", "three") as house:
+        key = house.open()
+        host, port = house.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"".join(request(key, {"messages": ASK * n}) for n in (1, 2, 3)))
+        for said in (b"one", b"two", b"three"):
+            told = await asyncio.wait_for(reader.readuntil(b"total_tokens"), 10)
+            assert said in told
+        writer.close()

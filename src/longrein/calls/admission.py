@@ -126,11 +126,17 @@ class Allowance:
             CapExceeded: names the cap and its configuration key; no retry can succeed.
             Overloaded: as many calls as may run at once do.
         """
-        left = self._limits.max_tokens - self.tokens - self._reserved
         if self.calls >= self._limits.max_calls:
             self._refuse(f"{self.calls} model calls", "gateway.max_calls")
-        if left <= 0:
+        if self.tokens >= self._limits.max_tokens:
             self._refuse(f"{self.tokens} sampled tokens", "gateway.max_tokens")
+        left = self._limits.max_tokens - self.tokens - self._reserved
+        if left <= 0:
+            raise Overloaded(
+                f"The {self._running} model calls of this rollout that run may sample all that gateway.max_tokens "
+                "leaves. Try again when one has ended.",
+                retry_after_s=RETRY_AFTER_S,
+            )
         if self._running >= self._limits.max_concurrent_calls:
             raise Overloaded(
                 f"{self._running} model calls of this rollout run, as many as gateway.max_concurrent_calls allows. Try "

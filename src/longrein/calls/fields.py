@@ -83,8 +83,6 @@ def folded(parts: Sequence[str]) -> str:
 
 
 def as_json(value: object) -> bytes:
-    """UTF-8; escaped where a model wrote half a character, which UTF-8 cannot hold."""
-    try:
-        return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value).encode()
+    """Plain ASCII: some clients end a line of a stream at U+2028 or U+0085 inside a text, and UTF-8 cannot hold the
+    half of a character that a model may write."""
+    return json.dumps(value).encode()

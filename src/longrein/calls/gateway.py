@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from longrein.calls.admission import Gate, Queue
 from longrein.calls.agents import Agents
 from longrein.calls.dialect import CountingDialect, Dialect, Target
-from longrein.calls.listening import Server, tcp_listener, unix_listener
+from longrein.calls.listening import Protocol, Server, tcp_listener, unix_listener
 from longrein.calls.reading import Paths, as_call_error, keys_in, parse_body, read_body
 from longrein.calls.rendering import Renderer
 from longrein.calls.rollout import OpenRollout, RolloutUse
@@ -92,7 +92,7 @@ class Gateway:
         self._server = Server(
             uvicorn.Config(
                 _app(self),
-                http="h11",
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -118,6 +118,7 @@ class Gateway:
             self._server.should_exit = True
             await self._serving
             self._server = None
+        self._services.beside.close()
         self._socket.unlink(missing_ok=True)
 
     # ---- for the controller
@@ -189,10 +190,20 @@ class Gateway:
     ) -> Delivery | Response:
         raw = await self._body(request)
         digest = hashlib.sha256(f"{request.url.path} {sorted(target.query.items())}\n".encode() + raw).digest()
-        body = parse_body(raw)
-        ask = dialect.read(body, target)
+        async with rollout.reading(digest):
+            answer = rollout.join(digest)
+            if answer is None:
+                return await self._begin(rollout, raw, digest, dialect, target)
+        return Delivery(rollout, answer, dialect, self._services.config.keepalive_s)
+
+    async def _begin(
+        self, rollout: OpenRollout, raw: bytes, digest: bytes, dialect: Dialect, target: Target
+    ) -> Delivery | Response:
+        beside = self._services.beside
+        body = await beside.run(len(raw), lambda: parse_body(raw))
+        ask = await beside.run(len(raw), lambda: dialect.read(body, target))
         try:
-            answer = rollout.admit(ask, dialect, body, digest, target)
+            answer = await rollout.admit(ask, dialect, body, digest, target, len(raw))
         except ContextLengthExceeded as error:
             if not (dialect.overflow_in_stream and ask.stream):
                 raise
@@ -204,8 +215,10 @@ class Gateway:
     async def count(self, request: Request, dialect: CountingDialect, target: Target) -> Response:
         """Say how many tokens a call's prompt would have."""
         rollout = self.rollout_of(request)
-        conversation = dialect.read_count(parse_body(await self._body(request)), target)
-        return JSONResponse(dialect.count(rollout.count(conversation)))
+        raw = await self._body(request)
+        beside = self._services.beside
+        conversation = await beside.run(len(raw), lambda: dialect.read_count(parse_body(raw), target))
+        return JSONResponse(dialect.count(await rollout.count(conversation, len(raw))))
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, int(self._services.config.max_body_mb * 1024 * 1024))

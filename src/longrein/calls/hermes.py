@@ -28,6 +28,8 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 
+HALF = re.compile("[\ud800-\udfff]")
+
 BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -76,7 +78,11 @@ def _block(text: str, body: str) -> Block:
 
 def arguments_text(arguments: object) -> str:
     """Arguments as the wire carries them: JSON text; a string the model wrote stays that string."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return arguments
+    text = json.dumps(arguments, ensure_ascii=False)
+    # Half a character stays escaped, or no client could send it back.
+    return json.dumps(arguments) if HALF.search(text) else text
 
 
 def _declared(messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:

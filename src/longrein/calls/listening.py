@@ -2,15 +2,21 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from longrein.errors import ConfigError
 
 BACKLOG = 1024
+
+MOST_AHEAD = 64 * 1024
+"""Bytes that are read of a connection's next requests while one is answered."""
 
 
 class Server(uvicorn.Server):
@@ -27,6 +33,36 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, minding clients that send ahead of their turn and clients that only hold connections open."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            idle = next((other for other in self.connections if other is not self and _idle(other)), self)
+            idle.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # uvicorn stops to read once a next request has come, and would not see that the client hangs up.
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= MOST_AHEAD:
+            self.flow.resume_reading()
+
+
+def most_connections() -> int:
+    """Half of the files that this process may open: sandboxes and checkpoints need some, too."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+def _idle(connection: object) -> bool:
+    """Whether nothing is being answered on it."""
+    return (
+        isinstance(connection, H11Protocol)
+        and not connection.transport.is_closing()
+        and (connection.cycle is None or connection.cycle.response_complete)
+    )
 
 
 def tcp_listener(host: str, port: int) -> socket.socket:

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 BODY_S = 60.0
 """Longest time a request body may take to arrive."""
 
+MOST_NESTED = 200
+"""Objects and lists within one another: far more than a tool's schema has, and few enough for whoever reads on."""
+
 VERSIONED = re.compile(r"^/v1(beta|alpha)?(/|$)")
 KEY_IN_PATH = re.compile(r"^/k/([^/]+)(?=/|$)")
 
@@ -95,12 +98,34 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
         InvalidRequest: it is none.
     """
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        # Decoded here: json takes bytes in other encodings too, and halves of characters.
+        body = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
         raise _plain_error(400, f"The request body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise _plain_error(400, f"The request body is a JSON {type(body).__name__}, expected an object.")
+    _check_depth(body)
     return _without_lone_surrogates(body) if b"\\u" in raw else body
+
+
+def _check_depth(body: Any) -> None:
+    inside = [body]
+    for _ in range(MOST_NESTED):
+        inside = [
+            value
+            for outer in inside
+            for value in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(value, dict | list)
+        ]
+        if not inside:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> CallError:
+    return _plain_error(400, f"The request body is nested too deeply: at most {MOST_NESTED} levels are read.")
 
 
 def _no_constant(name: str) -> None:

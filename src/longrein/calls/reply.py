@@ -85,8 +85,11 @@ class GrowingReply:
 
         Sets ``cut`` when a stop text has appeared.
         """
-        self._ids += ids
-        self.cut = bool(self._stop) and self._has_stop(len(ids))
+        for i in ids:
+            self._ids.append(i)
+            self.cut = bool(self._stop) and self._has_stop()
+            if self.cut:
+                break
         if not self._live or self.cut or not self._due():
             return None
         message = self._lengthened() or self._parse(final=False)
@@ -141,9 +144,18 @@ class GrowingReply:
 
     def _parse(self, *, final: bool) -> Message:
         if self._plain:
-            ended = bool(self._ids) and self._ids[-1] in self._renderer.stop_ids
-            return Message("assistant", self._renderer.decode(self._ids[:-1] if ended else self._ids))
-        return self._renderer.parse(self._ids, self._prompt_ids, self._tools, final=final)
+            return self._as_text()
+        try:
+            return self._renderer.parse(self._ids, self._prompt_ids, self._tools, final=final)
+        except RecursionError:
+            # A call nested without end, as a model that repeats itself writes it, cannot be read.
+            return self._as_text()
+
+    def _as_text(self) -> Message:
+        return Message("assistant", self._renderer.decode(self._ids[:-1] if self._ended() else self._ids))
+
+    def _ended(self) -> bool:
+        return bool(self._ids) and self._ids[-1] in self._renderer.stop_ids
 
     def _delta(self, message: Message) -> Delta | None:
         sent = self._sent
@@ -163,9 +175,12 @@ class GrowingReply:
         )
         return Delta(content, reasoning, calls, first)
 
-    def _has_stop(self, new: int) -> bool:
+    def _has_stop(self) -> bool:
+        # The token that ends every reply is no text of it, though some harnesses name it among their stop texts.
+        if self._ended():
+            return False
         # Every token but a piece of a character adds at least one, so this many reach back far enough.
-        window = self._ids[-(new + max(len(text.encode()) for text in self._stop) + 4) :]
+        window = self._ids[-(1 + max(len(text.encode()) for text in self._stop) + 4) :]
         shown = self._renderer.decode(window)
         return any(text in shown for text in self._stop)
 
@@ -174,7 +189,7 @@ class GrowingReply:
         if not found:
             return message
         first, self.stopped_by = min(found)
-        return replace(message, content=message.content[:first], tool_calls=())
+        return replace(message, content=message.content[:first])
 
     def _beyond_doubt(self, content: str) -> str:
         content = _settled(content)

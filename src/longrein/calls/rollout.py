@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from longrein.calls.dialect import Ask, Dialect, Header, Reply, Target
 from longrein.calls.fields import refused
 from longrein.calls.reply import GrowingReply
 from longrein.calls.services import Services
-from longrein.calls.sessions import Sessions
+from longrein.calls.sessions import Opening, Sessions
 from longrein.calls.texts import Texts
 from longrein.engines.engine import SampleChunk, SampleRequest
 from longrein.errors import (
@@ -78,6 +79,7 @@ class OpenRollout:
         self._texts = Texts(services.renderer)
         self._allowance = Allowance(services.config)
         self._answers: dict[bytes, Answer] = {}
+        self._reading: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._by_reply: dict[str, tuple[str, bool]] = {}
         self._index = 0
@@ -96,41 +98,73 @@ class OpenRollout:
         if not isinstance(error, Overloaded):
             self._refusal = f"{error.status}: {error.message}"
 
-    def admit(self, ask: Ask, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
-        """The answer to a request: one under way or not delivered yet, if the request is the same, or a new one.
+    def reading(self, digest: bytes) -> asyncio.Lock:
+        """Held while a request is read, so that the same one, coming meanwhile, finds the answer to join."""
+        return self._reading.setdefault(digest, asyncio.Lock())
 
-        Whoever is given an answer must ``leave`` it.
+    def join(self, digest: bytes) -> Answer | None:
+        """The answer to the same request, under way or not delivered yet, if there is one.
+
+        Whoever is given an answer, here or by ``admit``, must ``leave`` it.
+
+        Raises:
+            UnknownKey: the rollout has ended.
+        """
+        self._check_open()
+        answer = self._answers.get(digest)
+        if answer is not None:
+            answer.followers += 1
+        return answer
+
+    async def admit(
+        self, ask: Ask, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target, size: int
+    ) -> Answer:
+        """The answer to a new request.
+
+        Args:
+            size: of the request, in bytes.
 
         Raises:
             CallError: the request is refused, in one of the ways ``errors`` lists.
         """
-        if self._closed:
-            raise UnknownKey("This rollout has ended.")
-        answer = self._answers.get(digest)
-        if answer is None:
-            answer = self._begin(ask, dialect, body, digest, target)
+        ask = self._whole_conversation(ask)
+        opening = await self._services.beside.run(size, lambda: self._opening(ask))
+        self._check_open()
+        answer = self._begin(ask, opening, dialect, body, digest, target)
         answer.followers += 1
         return answer
 
-    def count(self, conversation: Conversation) -> int:
+    async def count(self, conversation: Conversation, size: int) -> int:
         """Prompt tokens of a conversation, as a call would begin; nothing is sampled or recorded.
 
         Raises:
             InvalidRequest: the model's template cannot show it.
             CapExceeded: the rollout has counted as often as it may.
         """
+        self._check_open()
+        self._allowance.take_count()
+        return len((await self._services.beside.run(size, lambda: self._sessions.open(conversation))).prompt.ids)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise UnknownKey("This rollout has ended.")
-        self._allowance.take_count()
-        return len(self._sessions.open(conversation).prompt.ids)
+
+    def _opening(self, ask: Ask) -> Opening:
+        return self._sessions.open(ask.conversation) if ask.text is None else self._texts.open(ask.text)
 
     def header(self, ask: Ask, dialect: Dialect) -> Header:
         """A new reply's."""
         return Header(dialect.reply_id(), int(time.time()), ask.model or self._services.config.model_name)
 
-    def _begin(self, ask: Ask, dialect: Dialect, body: Mapping[str, Any], digest: bytes, target: Target) -> Answer:
-        ask = self._whole_conversation(ask)
-        opening = self._sessions.open(ask.conversation) if ask.text is None else self._texts.open(ask.text)
+    def _begin(
+        self,
+        ask: Ask,
+        opening: Opening,
+        dialect: Dialect,
+        body: Mapping[str, Any],
+        digest: bytes,
+        target: Target,
+    ) -> Answer:
         limit = self._services.engine.context_length
         room = limit - len(opening.prompt.ids)
         if room < 1:

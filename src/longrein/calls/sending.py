@@ -130,6 +130,7 @@ def error_headers(error: CallError) -> dict[str, str]:
 def _notes(ask: Ask) -> dict[str, str]:
     """A header that says what was left out of the request."""
     said = "; ".join(ask.dropped)[:MOST_NOTES].encode("ascii", "replace").decode()
+    said = "".join(character if character.isprintable() else " " for character in said)
     return {"longrein-dropped": " ".join(said.split())} if said else {}
 
 

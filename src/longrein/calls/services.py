@@ -1,10 +1,11 @@
 """What every rollout's calls are served with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from longrein.calls.admission import Gate, Queue
 from longrein.calls.agents import Agents
+from longrein.calls.beside import Beside
 from longrein.calls.rendering import Renderer
 from longrein.config import GatewaySection, SamplingSection
 from longrein.engines.engine import Engine
@@ -35,3 +36,4 @@ class Services:
     agents: Agents
     gate: Gate
     queue: Queue
+    beside: Beside = field(default_factory=Beside)

@@ -114,7 +114,8 @@ class Sessions:
     def _cause(self, point: _Point, longest: _Point | None) -> Cause:
         if longest is not point:
             return Cause.TOOLS_CHANGED
-        gone_on = any(other.parent_id == point.call_id for other in self._points.values())
+        # A copy: a large request is opened beside the loop, where calls are added meanwhile.
+        gone_on = any(other.parent_id == point.call_id for other in tuple(self._points.values()))
         return Cause.HISTORY_REWRITTEN if gone_on else Cause.EXTENDED
 
 

@@ -30,6 +30,10 @@ from longrein.errors import InvalidRequest, ModelError
 from longrein.records import Cause, IntArray
 
 LIBRARY_PARSERS = ("qwen3", "qwen3.5", "glm", "deepseek-v3")
+
+# What a template raises on a conversation that it does not expect; the last, on arguments nested without end.
+CANNOT_SHOW = (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError, RecursionError)
+
 PROBE_CALL = ToolCall("call_1", PROBE_TOOL.name, '{"word": "river"}')
 
 
@@ -116,7 +120,7 @@ class TemplateRenderer:
                 tokenize=False,
                 add_generation_prompt=ask,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        except CANNOT_SHOW as error:
             raise InvalidRequest(
                 f"messages: the model's chat template cannot show this conversation: {error}", param="messages"
             ) from None

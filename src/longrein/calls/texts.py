@@ -1,7 +1,7 @@
 """Sessions of bare text: a completion that goes on from an earlier one's text goes on from its tokens."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,9 @@ class Texts:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._points: dict[str, _Point] = {}
+        # Some tokenizers put a space in front of every text: what they make of a rest does not go on from anything.
+        letters = [renderer.encode(letter, begin=False) for letter in "ab"]
+        self._joins = renderer.decode(np.concatenate(letters).tolist()) == "ab"
 
     def open(self, given: str | tuple[int, ...]) -> Opening:
         """The prompt for a text, or for token ids, which are taken as they are.
@@ -44,7 +47,8 @@ class Texts:
             text, ids, point = given, *self._continued(given)
         else:
             ids = self._checked(given)
-            text, point = self._renderer.decode(given), self._longest(self._begun_by(ids))
+            text = self._renderer.decode(given)
+            point = max(self._begun_by(ids), key=lambda point: len(point.ids), default=None)
         told = Conversation((Message("user", text),))
         cause, parent_id = self._cause(point)
         return Opening(told, b"", b"", Prompt(ids, TextMark.of(text)), cause, parent_id)
@@ -64,25 +68,29 @@ class Texts:
         self._points.pop(call_id, None)
 
     def _continued(self, text: str) -> tuple[IntArray, _Point | None]:
-        point = self._longest(point for point in self._points.values() if point.mark.begins(text))
+        begun = (point for point in self._known() if point.mark.begins(text))
+        point = max(begun, key=lambda point: point.mark.length, default=None)
         if point is None:
             return self._renderer.encode(text, begin=True), None
+        if not self._joins:
+            return self._renderer.encode(text, begin=True), replace(point, whole=False)
         rest = self._renderer.encode(text[point.mark.length :], begin=False)
         return np.concatenate([point.ids, rest]), point
 
     def _begun_by(self, ids: IntArray) -> Iterator[_Point]:
-        return (point for point in self._points.values() if np.array_equal(ids[: len(point.ids)], point.ids))
-
-    def _longest(self, points: Iterator[_Point]) -> _Point | None:
-        return max(points, key=lambda point: len(point.ids), default=None)
+        return (point for point in self._known() if np.array_equal(ids[: len(point.ids)], point.ids))
 
     def _cause(self, point: _Point | None) -> tuple[Cause, str | None]:
         if point is None:
             return Cause.NEW_SESSION, None
         if not point.whole:
             return Cause.TEXT_CHANGED, None
-        gone_on = any(other.parent_id == point.call_id for other in self._points.values())
+        gone_on = any(other.parent_id == point.call_id for other in self._known())
         return Cause.HISTORY_REWRITTEN if gone_on else Cause.EXTENDED, point.call_id
+
+    def _known(self) -> tuple[_Point, ...]:
+        # A copy: a large request is opened beside the loop, where calls are added meanwhile.
+        return tuple(self._points.values())
 
     def _checked(self, given: tuple[int, ...]) -> IntArray:
         size = self._renderer.vocabulary
