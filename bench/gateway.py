@@ -57,7 +57,10 @@ class InstantEngine:
             await asyncio.sleep(0)
             yield SampleChunk([token], [-0.5], self.version, "stop" if i == len(self.ids) - 1 else None)
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+    def describe(self) -> str:
+        return type(self).__name__
+
+    async def publish(self, weights: Mapping[str, Any], version: int, policy: str = "policy") -> None:
         self.version = version
 
     async def close(self) -> None:

@@ -190,7 +190,10 @@ class PacedEngine:
             await until(began + place * self._script.pace_s)
             yield SampleChunk([token], [-0.5], self.version, "stop" if place == len(ids) else None)
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+    def describe(self) -> str:
+        return type(self).__name__
+
+    async def publish(self, weights: Mapping[str, Any], version: int, policy: str = "policy") -> None:
         self.version = version
 
     async def close(self) -> None:

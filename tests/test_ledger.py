@@ -3,10 +3,12 @@
 import os
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 
 from longrein.errors import LedgerError
 from longrein.ledger import CommittedStep, Ledger
-from longrein.records import Call, Cause, FailureClass, Group, Receipt, Rollout, RolloutState, Split
+from longrein.records import Call, Cause, FailureClass, Group, Receipt, Role, Rollout, RolloutState, Split
 
 GROUP = Group("g0", 3, "task", Split.TRAIN)
 ROLLOUT = Rollout("r0", "g0", "task", Split.TRAIN, 0)
@@ -69,7 +71,31 @@ async def test_a_rollout_and_its_calls_come_back_as_they_were(tmp_path: Path) ->
         np.testing.assert_array_equal(getattr(found, name), getattr(call(), name))
         assert getattr(found, name).dtype == getattr(call(), name).dtype
     assert (found.request, found.reply, found.cause) == (call().request, call().reply, Cause.NEW_SESSION)
+    assert found.roles is None
     await again.close()
+
+
+async def test_roles_come_back_as_they_were(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+    await ledger.add_group(GROUP)
+    await ledger.add_rollout(ROLLOUT)
+    await ledger.record(replace(call(), roles=np.array([Role.ACTION, Role.ARGUMENTS], np.uint8)))
+    (found,) = await ledger.calls("r0")
+    assert found.roles is not None and found.roles.dtype == np.uint8
+    assert found.roles.tolist() == [1, 2]
+    await ledger.close()
+
+
+async def test_a_ledger_of_an_earlier_version_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.db"
+    await (await Ledger.open(file)).close()
+    with closing(sqlite3.connect(file)) as old, old:
+        old.execute("alter table calls drop column roles")
+        old.execute("update meta set value = '2' where key = 'schema'")
+    with pytest.raises(LedgerError, match=r"ledger\.db: has ledger schema 2, this version of longrein writes 3"):
+        await Ledger.open(file)
+    with closing(sqlite3.connect(file)) as old:
+        assert "roles" not in {row[1] for row in old.execute("pragma table_info(calls)")}
 
 
 @pytest.mark.parametrize("target", [RolloutState.VERIFYING, RolloutState.DONE, RolloutState.QUEUED])

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from longrein.presets import PRESETS
+from longrein.records import BASE, POLICY
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, strict about types, closed to unknown keys."""
@@ -177,7 +180,10 @@ class AgentRule(Section):
 
     name: str = Field(min_length=1)
     train: bool = True
-    """Whether the policy learns from them."""
+    """Whether their policy learns from them."""
+    policy: str = Field(default=POLICY, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """What answers them: ``policy``, the shared one; ``base``, the starting weights, never trained; or any other name,
+    an adapter of its own (needs ``learner.lora``)."""
     model: str | None = None
     """Regular expression on the model's name."""
     headers: dict[str, str] = {}
@@ -191,6 +197,10 @@ class AgentRule(Section):
 
     @model_validator(mode="after")
     def _compiles(self) -> "AgentRule":
+        if self.train and self.policy == BASE:
+            raise ValueError(
+                f"agent {self.name!r} is answered by the starting weights, which are never trained: set train to false"
+            )
         for pattern in (self.model, self.system, self.user, *self.headers.values()):
             try:
                 re.compile(pattern or "")
@@ -207,6 +217,17 @@ class AgentsSection(Section):
     known: bool = True
     """Add the ready-made rules for known harnesses: sub-agents, summaries, and side calls that are not trained."""
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """What is trained: the shared policy first, then adapters of their own."""
+        own = [rule.policy for rule in self.rules if rule.policy not in (POLICY, BASE)]
+        return tuple(dict.fromkeys([POLICY, *own]))
+
+    @property
+    def serves_base(self) -> bool:
+        """Whether some agent is answered by the starting weights."""
+        return any(rule.policy == BASE for rule in self.rules)
+
 
 class SamplingSection(Section):
     """How the policy samples in training. The harness's own wishes are recorded, not followed."""
@@ -218,24 +239,180 @@ class SamplingSection(Section):
     """Most tokens of one completion; a smaller wish of the harness is followed."""
 
 
-class AlgorithmSection(Section):
-    """Advantage and loss."""
+class ProcessSection(Section):
+    """Rewards of single calls: a call's advantage is its rollout's and ``coefficient`` · A_proc."""
 
-    name: Literal["grpo"] = "grpo"
-    advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
-    """Baseline and scale, over rollouts of a group."""
+    coefficient: float = 0.0
+    """c_p; 0 leaves process rewards out."""
+    source: Literal["tool_valid", "tool_succeeded", "verifier", "hook"] = "tool_valid"
+    """``tool_valid``: 1 where a reply calls declared tools with well-formed arguments, 0 where it calls others or
+    breaks off in a call; ``tool_succeeded``: 0 too where the harness then says that the tool failed; ``verifier``:
+    keys ``call.0``, ``call.1``, … of reward.json; ``hook``: a function of your own."""
+    hook: str | None = None
+    """``package.module:function``, called with a rollout and its calls; returns a number, or None, for each call."""
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """A call's A_proc is the sum of its own and all later rewards of the rollout, each call later discounted once."""
+
+    @model_validator(mode="after")
+    def _has_hook(self) -> "ProcessSection":
+        if (self.source == "hook") != (self.hook is not None):
+            raise ValueError("source 'hook' and a value of 'hook' (package.module:function) go together")
+        return self
+
+
+class CapoSection(Section):
+    """Losses and parameters of their own for action tokens (which tool) and argument tokens (its arguments' values)."""
+
+    form: Literal["split_lora", "neurons"] = "split_lora"
+    """Two adapters, both active (needs ``learner.lora``); or MLP units (all other weights stay as they are)."""
+    control: Literal["none", "random", "unrouted"] = "none"
+    """For comparison: a partition that knows nothing of the roles; both losses to all trained parameters."""
+    others: Literal["arguments", "action", "leave"] = "arguments"
+    """Which loss the tokens belong to that are neither (text, thinking); ``leave`` trains none of them."""
+    action_coefficient: float = Field(default=1.0, ge=0)
+    arguments_coefficient: float = Field(default=1.0, ge=0)
+    share: float = Field(default=0.2, gt=0, le=1)
+    """Share of each layer's MLP units that a role has (``neurons``)."""
+
+
+class AlgorithmSection(Section):
+    """Advantage and loss. ``name`` chooses a preset; each key set beside it replaces the preset's."""
+
+    name: str = "grpo"
+    """grpo, dapo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, starpo_s,
+    policy_gradient."""
+
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "reward"] = (
+        "group_std"
+    )
+    """Baseline and scale, over rollouts."""
     normalization: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
     """Weights w of the loss sum: 1/(R·T_rollout), 1/ΣT, 1/(R·L)."""
     constant_length: int = Field(default=1024, ge=1)
     """L of ``constant``."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """A rollout's advantage reaches its last call whole, and each call before it discounted once more."""
+    process: ProcessSection = ProcessSection()
+
+    surrogate: Literal["clip", "cispo", "policy_gradient"] = "clip"
+    """What is maximised: the clipped ratio (PPO), the log-probability weighted by the clipped ratio (CISPO), or the
+    log-probability alone."""
+    ratio_level: Literal["token", "call", "rollout"] = "token"
+    """Of the ratio current/old: each token's own, or the geometric mean over the call's or the rollout's tokens."""
+    old_policy: Literal["proximal", "behaviour"] = "proximal"
+    """What the ratio is taken against: the learner before this batch's first update, or the sampler."""
     clip_low: float = Field(default=0.2, ge=0)
+    """The ratio is clipped to 1 - clip_low … 1 + clip_high."""
     clip_high: float = Field(default=0.2, ge=0)
     dual_clip: float | None = Field(default=None, gt=1)
+    """Bound of the ratio where the advantage is negative."""
+
+    importance: Literal["none", "truncate", "mask", "band"] = "truncate"
+    """Correction proximal/behaviour: truncated at ``importance_high``; left out (weight 0) above it; left out below
+    ``importance_low`` too."""
+    importance_level: Literal["token", "call", "rollout"] = "token"
+    importance_mean: Literal["product", "geometric"] = "geometric"
+    """Of a call's or a rollout's token ratios."""
+    importance_low: float = Field(default=0.5, ge=0)
+    importance_high: float = Field(default=2.0, gt=0)
+
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the k3 estimate of KL to the reference (the starting weights; needs LoRA)."""
+    """Weight of an estimate of KL to the reference (the starting weights; needs LoRA)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of KL inside the loss. The gradient of k2 is that of the KL itself, of k3 that of the reverse KL, of k1
+    zero in expectation."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    importance_cut: float | None = Field(default=2.0, gt=0)
-    """Truncation of the sampler-to-learner importance weight (token level); None leaves it out."""
+
+    keep_groups: Literal["all", "contrast", "variance"] = "all"
+    """``contrast``: groups without contrast leave the batch and others are collected, until there are
+    ``training.groups``; ``variance``: the ``keep_share`` of the groups whose rewards vary most."""
+    keep_share: float = Field(default=1.0, gt=0, le=1)
+    collect_rounds: int = Field(default=4, ge=1)
+    """Most rounds of collecting that ``contrast`` makes in a step; what there is by then is learned from."""
+
+    overlong_limit: int | None = Field(default=None, ge=1)
+    """Sampled tokens of a rollout from which it is too long: 1 is taken off its reward."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before the limit over which that penalty grows from 0."""
+    cut_off: Literal["keep", "mask"] = "keep"
+    """Rollouts that ran into a limit (time, calls, tokens, the length of their last completion): ``mask`` trains none
+    of their tokens; they stay in baseline and count."""
+
+    capo: CapoSection | None = None
+    """Credit by role within tool calls; None treats all tokens alike."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps of a pass, each on its share of the groups."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        name = given.get("name", "grpo")
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(PRESETS)}")
+        return {**PRESETS[name], **given}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "AlgorithmSection":
+        for wrong, why in _misfits(self):
+            if wrong:
+                raise ValueError(why)
+        return self
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether tokens without advantage have a gradient too."""
+        return self.kl_coefficient > 0 or self.entropy_coefficient > 0
+
+
+def _misfits(algorithm: AlgorithmSection) -> list[tuple[bool, str]]:
+    """Combinations that mean nothing, or not what they seem to say."""
+    plain = algorithm.surrogate == "policy_gradient"
+    return [
+        (
+            plain and algorithm.updates > 1,
+            "surrogate 'policy_gradient' has no ratio, so only the first of several updates would be on-policy: set "
+            "epochs and mini_batches to 1, or surrogate to clip or cispo",
+        ),
+        (
+            plain and (algorithm.ratio_level != "token" or algorithm.old_policy != "proximal"),
+            "surrogate 'policy_gradient' has no ratio: leave out ratio_level and old_policy",
+        ),
+        (
+            algorithm.surrogate != "clip" and algorithm.dual_clip is not None,
+            f"dual_clip belongs to surrogate 'clip', not to {algorithm.surrogate!r}",
+        ),
+        (
+            algorithm.old_policy == "behaviour" and algorithm.importance != "none",
+            "old_policy 'behaviour' puts the sampler into the ratio already, and importance "
+            f"{algorithm.importance!r} would correct for it twice; set importance to none",
+        ),
+        (
+            algorithm.importance == "band" and algorithm.importance_low >= algorithm.importance_high,
+            f"importance_low {algorithm.importance_low:g} must be below importance_high {algorithm.importance_high:g}",
+        ),
+        (
+            algorithm.keep_groups != "variance" and algorithm.keep_share != 1,
+            f"keep_share belongs to keep_groups 'variance', not to {algorithm.keep_groups!r}",
+        ),
+        (
+            algorithm.overlong_limit is None and algorithm.overlong_buffer > 0,
+            "overlong_buffer needs overlong_limit",
+        ),
+        (
+            algorithm.overlong_limit is not None and algorithm.overlong_buffer > algorithm.overlong_limit,
+            f"overlong_buffer {algorithm.overlong_buffer} must not exceed overlong_limit {algorithm.overlong_limit}",
+        ),
+    ]
 
 
 class TrainingSection(Section):
@@ -297,9 +474,17 @@ class LearnerSection(Section):
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes after that: as it is, or down to 0 at the end of ``training.steps``."""
     grad_clip: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Forest tokens computed at once."""
+    forest: Literal["auto", "packed", "walk"] = "auto"
+    """How a forest is computed: all of a micro-batch at once, or node by node with the memory of one path; ``auto``
+    takes the faster of those that the model allows, by a measured cost model."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
     threads: int | Literal["auto"] = "auto"
 
 
@@ -327,3 +512,21 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     learner: LearnerSection = LearnerSection()
     output: OutputSection
+
+    @model_validator(mode="after")
+    def _enough_groups(self) -> "Config":
+        if self.algorithm.mini_batches > self.training.groups:
+            raise ValueError(
+                f"algorithm.mini_batches is {self.algorithm.mini_batches}, but a step has only {self.training.groups} "
+                "groups (training.groups) to share among them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policies_are_adapters(self) -> "Config":
+        names = ", ".join(self.agents.policies)
+        if len(self.agents.policies) > 1 and self.learner.lora is None:
+            raise ValueError(f"agents.rules name several policies ({names}), which are adapters: set learner.lora")
+        if len(self.agents.policies) > 1 and self.algorithm.capo is not None:
+            raise ValueError(f"agents.rules name several policies ({names}); algorithm.capo trains one")
+        return self

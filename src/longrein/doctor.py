@@ -21,6 +21,7 @@ from longrein.config import Config
 from longrein.engines import weights
 from longrein.errors import LongreinError
 from longrein.learning.adapters import check_targets
+from longrein.learning.process import open_hook
 from longrein.records import Task
 from longrein.run import load_tasks
 
@@ -124,10 +125,13 @@ def _prompt_tokens(renderer: Renderer, task: Task) -> int:
 
 
 def _learner(config: Config, model: Path) -> tuple[str, None]:
+    if config.algorithm.process.hook is not None:
+        open_hook(config.algorithm.process.hook)
     if config.learner.lora is None:
-        return "all weights", None
+        return f"{config.algorithm.name}, all weights", None
     check_targets(weights.skeleton(model), config.learner.lora)
-    return f"adapters on {', '.join(config.learner.lora.targets)}", None
+    policies = ", ".join(config.agents.policies)
+    return f"{config.algorithm.name}, adapters of {policies} on {', '.join(config.learner.lora.targets)}", None
 
 
 def _gateway(config: Config) -> tuple[str, None]:
@@ -150,7 +154,9 @@ def _sandbox(config: Config) -> tuple[str, None]:
 
 def _memory(config: Config, model: Path) -> tuple[str, None]:
     trained = weights.parameter_count(model)
-    per_parameter = BYTES_PER_TRAINED_PARAMETER if config.learner.lora is None else 8
+    served = len(config.agents.policies) + config.agents.serves_base
+    # With adapters: the base once, and what each policy is served from.
+    per_parameter = BYTES_PER_TRAINED_PARAMETER if config.learner.lora is None else 4 + 4 * served
     needed = trained * per_parameter
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _reclaimable()
     text = f"{needed / 2**30:.1f} GiB for weights and optimizer, {available / 2**30:.1f} GiB available"

@@ -44,7 +44,7 @@ def explained(different: Sequence[str], recorded: Mapping[str, Any], config: Con
         different: names of ``identity``.
         recorded: the earlier configuration, as it was written; whatever of it could be read.
     """
-    was, now = _flat(recorded), _flat(config.model_dump(mode="json"))
+    was, now = flat(recorded), flat(config.model_dump(mode="json"))
     changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
     lines = []
     for name in different:
@@ -68,13 +68,13 @@ def _belongs(key: str, name: str) -> bool:
     return name in (section, f"{section}.{part}")
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Every value under its dotted key."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return flat
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return found
 
 
 def file_digest(file: Path) -> str:

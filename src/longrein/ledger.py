@@ -24,7 +24,7 @@ from longrein.records import Call, Cause, FailureClass, Group, Receipt, Rollout,
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 create table if not exists meta (key text primary key, value text not null);
@@ -40,7 +40,8 @@ create table if not exists calls (
     dialect text not null, request text not null, reply text not null, prompt_ids blob not null,
     completion_ids blob not null, logprobs blob not null, versions blob not null, temperature real not null,
     policy text not null, finish_reason text not null, cause text not null, parent_id text,
-    delivered integer not null, train integer not null, started_at real not null, ended_at real not null);
+    delivered integer not null, train integer not null, started_at real not null, ended_at real not null, roles blob,
+    tools_valid integer, tools_failed integer);
 create table if not exists steps (
     step integer primary key, version integer not null, metrics text not null, committed_at real not null);
 create index if not exists groups_by_step on groups (split, step);
@@ -58,7 +59,8 @@ UNFINISHED = f"state in ({', '.join(repr(state.value) for state in LEGAL_MOVES)}
 
 CALL_COLUMNS = (
     "call_id, rollout_id, idx, agent, dialect, request, reply, prompt_ids, completion_ids, logprobs, versions, "
-    "temperature, policy, finish_reason, cause, parent_id, delivered, train, started_at, ended_at"
+    "temperature, policy, finish_reason, cause, parent_id, delivered, train, started_at, ended_at, roles, "
+    "tools_valid, tools_failed"
 )
 
 
@@ -220,7 +222,7 @@ class Ledger:
         """Record a call. It is durable when this returns."""
         values = await asyncio.to_thread(_call_row, call)
         try:
-            await self._execute(f"insert into calls values ({', '.join('?' * 20)})", values)
+            await self._execute(f"insert into calls values ({', '.join('?' * 23)})", values)
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"call {call.call_id} cannot be recorded: {error}") from None
 
@@ -342,6 +344,9 @@ def _call_row(call: Call) -> tuple[Any, ...]:
         int(call.train),
         call.started_at,
         call.ended_at,
+        None if call.roles is None else _pack(call.roles, np.uint8),
+        call.tools_valid,
+        call.tools_failed,
     )
 
 
@@ -367,6 +372,9 @@ def _call(row: tuple[Any, ...]) -> Call:
         train=bool(row[17]),
         started_at=row[18],
         ended_at=row[19],
+        roles=None if row[20] is None else _unpack(row[20], np.uint8),
+        tools_valid=None if row[21] is None else bool(row[21]),
+        tools_failed=None if row[22] is None else bool(row[22]),
     )
 
 

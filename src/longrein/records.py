@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,14 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+RoleArray = NDArray[np.uint8]
+
+
+POLICY = "policy"
+"""The policy that is trained, where a configuration names no other."""
+
+BASE = "base"
+"""The starting weights, never trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,14 @@ class Cause(StrEnum):
     TEXT_CHANGED = "template changed text"
 
 
+class Role(IntEnum):
+    """What a sampled token says of a tool call: which tool, the values of its arguments, or anything else."""
+
+    OTHER = 0
+    ACTION = 1
+    ARGUMENTS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One model call.
@@ -177,6 +193,10 @@ class Call:
         cause: why it continues them, or why not.
         delivered: whether the reply reached the harness; only delivered calls are trainable.
         train: whether the agent that made the call is trained.
+        roles: (C,) uint8, the ``Role`` of each token; None where the reply has no tool call or they are not known.
+        tools_valid: whether every tool call of the reply is well-formed and of a declared tool; None where it has none.
+        tools_failed: whether a tool result that the request brings says that the tool failed; None where it brings
+            none.
     """
 
     call_id: str
@@ -199,3 +219,6 @@ class Call:
     train: bool = True
     started_at: float = 0.0
     ended_at: float = 0.0
+    roles: RoleArray | None = None
+    tools_valid: bool | None = None
+    tools_failed: bool | None = None

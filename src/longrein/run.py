@@ -21,12 +21,15 @@ from longrein.calls.rendering import open_renderer
 from longrein.config import Config
 from longrein.engines import probe, weights
 from longrein.engines.embedded import EmbeddedEngine
+from longrein.engines.engine import Engine
+from longrein.engines.several import SeveralPolicies
 from longrein.errors import LedgerError
 from longrein.identity import explained, identity
-from longrein.learning.learner import EmbeddedLearner
+from longrein.learning.joint import open_learner
+from longrein.learning.learner import Learner
 from longrein.ledger import Ledger
 from longrein.progress import Display
-from longrein.records import RewardProfile, Task
+from longrein.records import BASE, POLICY, RewardProfile, Task
 from longrein.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ class Run:
     tasks: tuple[Task, ...]
     held_out: tuple[Task, ...]
     compute: Compute
-    learner: EmbeddedLearner
-    engine: EmbeddedEngine
+    learner: Learner
+    engine: Engine
     gateway: Gateway
     controller: Controller
     board: "SummaryWriter | None"
@@ -137,23 +140,29 @@ async def opened(config: Config, display: Display) -> AsyncIterator[Run]:
         )
 
 
-def _load(config: Config, model: Path, executor: ThreadPoolExecutor) -> tuple[EmbeddedLearner, EmbeddedEngine]:
+def _load(config: Config, model: Path, executor: ThreadPoolExecutor) -> tuple[Learner, Engine]:
     """Learner and engine over the same weights, each in its own dtype. Runs on the compute thread."""
-    learner = EmbeddedLearner.open(model, config.learner, config.algorithm)
+    trained = config.agents.policies
+    served = [*trained, *([BASE] if config.agents.serves_base else [])]
+    learner = open_learner(model, config.learner, config.algorithm, config.training.steps, trained)
     module = learner.module
     choice = probe.choose(module, config.engine.dtype, config.engine.threads)
-    engine = EmbeddedEngine(
-        module,
-        dtype=choice.dtype,
-        decode_threads=choice.decode_threads,
-        prefill_threads=choice.prefill_threads,
-        max_batch=config.engine.max_batch,
-        cache_tokens=config.engine.cache_tokens,
-        context_length=config.model.context_length,
-        executor=executor,
-        seed=config.training.seed,
-    )
-    return learner, engine
+    # Fresh adapters add nothing yet: every policy begins as the base.
+    engines = {
+        policy: EmbeddedEngine(
+            module,
+            dtype=choice.dtype,
+            decode_threads=choice.decode_threads,
+            prefill_threads=choice.prefill_threads,
+            max_batch=config.engine.max_batch,
+            cache_tokens=config.engine.cache_tokens // len(served),
+            context_length=config.model.context_length,
+            executor=executor,
+            seed=config.training.seed,
+        )
+        for policy in served
+    }
+    return learner, engines[POLICY] if len(engines) == 1 else SeveralPolicies(engines)
 
 
 def _limits(config: Config) -> Limits:

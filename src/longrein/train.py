@@ -15,13 +15,17 @@ from typing import Any
 from longrein.agents.controller import Collected
 from longrein.config import Config
 from longrein.errors import ConfigError, LedgerError, NoResult, NothingLearned
-from longrein.learning.learner import TrainBatch, TrainGroup, TrainRollout, UpdateReport
+from longrein.identity import flat
+from longrein.learning.batch import TrainBatch, TrainGroup, TrainRollout
+from longrein.learning.figures import UpdateReport
+from longrein.learning.process import process_rewards
+from longrein.learning.shaping import kept_groups
 from longrein.ledger import CommittedStep
 from longrein.plan import evaluation_groups, training_groups
 from longrein.progress import Display
 from longrein.publishing import checkpoints
 from longrein.publishing.publish import publish
-from longrein.records import Rollout
+from longrein.records import Call, Rollout
 from longrein.report import Comparison, Evaluation, draw_curve, table, write_report
 from longrein.run import Run, opened
 
@@ -93,7 +97,7 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
     began = time.monotonic()
     groups = await collect(run, step)
     collected = time.monotonic()
-    batch = await assemble(run, [group for group in groups if _at_quorum(run, group)])
+    batch = await assemble(run, step, kept(run, groups))
     await run.gateway.pause(run.config.gateway.drain_s)
     try:
         report = await update(run, batch)
@@ -124,22 +128,39 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
 
 
 async def collect(run: Run, step: int) -> list[Collected]:
-    """The step's groups.
+    """The step's groups, in as many rounds as the algorithm takes to have enough of them.
 
     Raises:
-        NoResult: no rollout has a reward.
+        NoResult: no rollout of the first round has a reward.
     """
+    groups: list[Collected] = []
+    for round_ in range(_rounds(run)):
+        missing = run.config.training.groups - len(kept(run, groups))
+        if missing <= 0:
+            break
+        groups += await _collect_round(run, step, round_, missing)
+    return groups
+
+
+def _rounds(run: Run) -> int:
+    algorithm = run.config.algorithm
+    return algorithm.collect_rounds if algorithm.keep_groups == "contrast" else 1
+
+
+async def _collect_round(run: Run, step: int, round_: int, count: int) -> list[Collected]:
     training = run.config.training
     wanted = training_groups(
         run.tasks,
         step,
-        groups=training.groups,
+        groups=count,
         rollouts=training.rollouts,
         temperature=run.config.sampling.temperature,
         seed=training.seed,
+        round_=round_,
     )
     rewards: list[float] = []
-    with run.display.phase(f"step {step + 1}", training.groups * training.rollouts) as phase:
+    name = f"step {step + 1}" + (f", round {round_ + 1}" if round_ else "")
+    with run.display.phase(name, count * training.rollouts) as phase:
 
         def finished(rollout: Rollout) -> None:
             if rollout.reward is not None:
@@ -148,11 +169,18 @@ async def collect(run: Run, step: int) -> list[Collected]:
             phase.advance(f"rollouts, reward {mean:.2f}")
 
         groups = await run.controller.collect(wanted, finished)
-    tell_failures(run, f"step {step + 1}", groups)
+    tell_failures(run, name, groups)
     for group in groups:
         if not _at_quorum(run, group):
             run.display.say(f"group {group.group.group_id} ({group.task.task_id}) is below quorum and left out")
     return groups
+
+
+def kept(run: Run, groups: Sequence[Collected]) -> list[Collected]:
+    """The groups that are learned from: at quorum, chosen by the algorithm, and no more than a step has."""
+    valid = [group for group in groups if _at_quorum(run, group)]
+    rewards = [[_reward(rollout) for rollout in group.rollouts] for group in valid]
+    return [valid[index] for index in kept_groups(rewards, run.config.algorithm)][: run.config.training.groups]
 
 
 def tell_failures(run: Run, what: str, groups: Sequence[Collected]) -> None:
@@ -182,16 +210,34 @@ def _at_quorum(run: Run, group: Collected) -> bool:
     return len(group.rollouts) >= max(2, training.quorum * training.rollouts)
 
 
-async def assemble(run: Run, groups: Sequence[Collected]) -> TrainBatch:
+async def assemble(run: Run, step: int, groups: Sequence[Collected]) -> TrainBatch:
     """The recorded calls of every valid rollout."""
     assembled = []
     for group in groups:
         rollouts = []
         for rollout in group.rollouts:
             calls = await run.ledger.calls(rollout.rollout_id)
-            rollouts.append(TrainRollout(rollout.rollout_id, _reward(rollout), tuple(calls)))
+            cut_off = _cut_off(rollout, calls, run.config)
+            process = await _process_rewards(run, rollout, calls)
+            rollouts.append(TrainRollout(rollout.rollout_id, _reward(rollout), tuple(calls), cut_off, process))
         assembled.append(TrainGroup(group.group.group_id, tuple(rollouts)))
-    return TrainBatch(tuple(assembled))
+    return TrainBatch(tuple(assembled), step)
+
+
+async def _process_rewards(run: Run, rollout: Rollout, calls: Sequence[Call]) -> tuple[float | None, ...]:
+    """Of a rollout's trainable calls, where the algorithm wants them. A hook may take its time."""
+    section = run.config.algorithm.process
+    return await asyncio.to_thread(process_rewards, section, rollout, calls) if section.coefficient else ()
+
+
+def _cut_off(rollout: Rollout, calls: Sequence[Call], config: Config) -> bool:
+    """Whether a limit ended the rollout, rather than the agent."""
+    if rollout.ending == "timed out" or len(calls) >= config.gateway.max_calls:
+        return True
+    if sum(len(call.completion_ids) for call in calls) >= config.gateway.max_tokens:
+        return True
+    answered = [call for call in calls if call.delivered and call.train]
+    return bool(answered) and answered[-1].finish_reason == "length"
 
 
 async def update(run: Run, batch: TrainBatch) -> UpdateReport:
@@ -274,9 +320,9 @@ def write_metrics(run: Run, metrics: dict[str, Any]) -> None:
     """The step's line in ``metrics.jsonl`` and its points in TensorBoard."""
     run.directory.append_metrics(metrics)
     if run.board is not None:
-        for key, value in metrics.items():
+        for key, value in flat(metrics).items():
             if isinstance(value, int | float):
-                run.board.add_scalar(key, float(value), metrics["step"])
+                run.board.add_scalar(key.replace(".", "/"), float(value), metrics["step"])
         run.board.flush()
 
 
@@ -296,7 +342,9 @@ def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str
     endings = [rollout.ending for group in groups for rollout in group.rollouts]
     return {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
+        "groups_collected": len(groups),
         "rollouts": len(rewards),
+        "rollouts_cut_off": sum(rollout.cut_off for rollout in batch.rollouts),
         "rollouts_excluded": sum(len(group.failures) for group in groups),
         "harness_failures": sum(ending != "exited 0" for ending in endings),
         "calls": len(calls),

@@ -78,7 +78,10 @@ class ScriptedEngine:
             self.running -= 1
             self.cancelled += not ended
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+    def describe(self) -> str:
+        return type(self).__name__
+
+    async def publish(self, weights: Mapping[str, Any], version: int, policy: str = "policy") -> None:
         self.version = version
 
     async def close(self) -> None:

@@ -12,10 +12,12 @@ from longrein.calls.conversation import (
     Message,
     Tool,
     ToolCall,
+    calls_are_valid,
     chain,
     digest_message,
     digest_tools,
     parsed_arguments,
+    results_failed,
     same_reasoning,
 )
 from tests.calls.properties import examples
@@ -113,3 +115,28 @@ def test_a_whole_number_is_the_same_however_it_is_written() -> None:
     )
     assert digest_message(one) == digest_message(other) != digest_message(third)
     assert parsed_arguments('{"x": 1.0}')["x"] == 1.0
+
+
+def test_valid_and_broken_tool_calls() -> None:
+    tools = (Tool("look"),)
+    good, other, odd = ToolCall("", "look", '{"a": 1}'), ToolCall("", "jump", "{}"), ToolCall("", "look", "[1]")
+    assert calls_are_valid(Message("assistant", "done"), tools) is None
+    assert calls_are_valid(Message("assistant", "", (good,)), tools) is True
+    for wrong in (other, odd):
+        assert calls_are_valid(Message("assistant", "", (good, wrong)), tools) is False
+    assert calls_are_valid(Message("assistant", "<tool_call>", (good,), broken_calls=1), tools) is False
+
+
+def test_a_failed_tool_is_known_by_how_its_result_begins() -> None:
+    asked = (Message("user", "go"), Message("assistant", "", (ToolCall("1", "look", "{}"),)))
+    told = Message("user", "and be quick")
+    assert results_failed(asked) is None
+    for said, failed in (
+        ("error: no", True),
+        ("\nError\nno", True),
+        ("<tool_use_error>no", True),
+        ("errors: 0", False),
+    ):
+        assert results_failed((*asked, Message("tool", said), told)) is failed
+    earlier = (*asked, Message("tool", "error"), Message("assistant", "well"))
+    assert results_failed((*earlier, told)) is None

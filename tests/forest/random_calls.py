@@ -20,6 +20,7 @@ def make_call(
     delivered: bool = True,
     temperature: float = 1.0,
     logprobs: list[float] | None = None,
+    roles: list[int] | None = None,
 ) -> Call:
     """A call of these tokens; whatever else it holds does not matter here."""
     return Call(
@@ -39,6 +40,7 @@ def make_call(
         finish_reason="stop",
         cause=Cause.NEW_SESSION,
         delivered=delivered,
+        roles=None if roles is None else np.array(roles, np.uint8),
     )
 
 
@@ -68,6 +70,7 @@ def rollouts(draw: st.DrawFn, most_rollouts: int = 4, most_calls: int = 5) -> li
                     delivered=draw(st.sampled_from([True, True, True, False])),
                     temperature=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
                     logprobs=[-draw(st.integers(1, 30)) / 10 for _ in completion],
+                    roles=draw(st.none() | st.just([draw(st.integers(0, 2)) for _ in completion])),
                 )
             )
         made.append(calls)

@@ -1,6 +1,7 @@
 """Every completion token of every trainable call is a target once; nothing else is."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 
 from longrein.errors import LearnerError
 from longrein.forest.targets import harvest
-from longrein.records import Call
+from longrein.records import Call, Role
 from tests.forest.random_calls import make_call, rollouts
 
 
@@ -16,19 +17,21 @@ from tests.forest.random_calls import make_call, rollouts
 def test_every_sampled_token_of_a_delivered_call_is_trained_once(batch: list[list[Call]]) -> None:
     merged = harvest(batch)
     targets, forest = merged.targets, merged.forest
-    found = Counter()
+    found: Counter[Any] = Counter()
     for index in range(len(targets)):
         row = int(targets.row[index])
         path = [forest.tokens[k] for start, stop in forest.path(row) for k in range(start, stop)]
         prefix = (*map(int, path), int(forest.tokens[row]))
-        found[int(targets.rollout[index]), prefix, int(targets.token[index]), float(targets.logprob[index])] += 1
-    expected = Counter()
+        told = float(targets.logprob[index]), int(targets.role[index])
+        found[int(targets.rollout[index]), prefix, int(targets.token[index]), told] += 1
+    expected: Counter[Any] = Counter()
     for number, calls in enumerate(batch):
         for call in calls:
             whole = [*call.prompt_ids.tolist(), *call.completion_ids.tolist()]
             for place, token in enumerate(call.completion_ids.tolist() if call.delivered else []):
                 prefix = tuple(whole[: len(call.prompt_ids) + place])
-                expected[number, prefix, token, float(call.logprobs[place])] += 1
+                role = Role.OTHER if call.roles is None else int(call.roles[place])
+                expected[number, prefix, token, (float(call.logprobs[place]), role)] += 1
     assert found == expected
 
 
@@ -64,6 +67,14 @@ def test_equal_samples_share_rows_and_keep_their_own_targets() -> None:
     assert merged.targets.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
+def test_each_target_has_its_calls_role() -> None:
+    one = make_call([1], [2, 3, 4], call_id="a", roles=[Role.OTHER, Role.ACTION, Role.ARGUMENTS])
+    other = make_call([1], [2, 3], call_id="b")
+    lost = make_call([1], [2, 3], call_id="c", roles=[Role.ACTION, Role.ACTION], delivered=False)
+    last = make_call([1, 5], [2], call_id="d", roles=[Role.ARGUMENTS])
+    assert harvest([[one, lost], [other, last]]).targets.role.tolist() == [0, 1, 2, 0, 0, 2]
+
+
 def test_undelivered_calls_are_not_even_in_the_forest() -> None:
     merged = harvest([[make_call([1, 2], [3], delivered=False)], []])
     assert len(merged.forest) == len(merged.targets) == merged.tokens_flat == 0
@@ -77,6 +88,8 @@ def test_malformed_batches_are_refused() -> None:
         harvest([[make_call([], [2])]])
     with pytest.raises(LearnerError, match="2 sampled tokens but 1 log-prob"):
         harvest([[make_call([1], [2, 3], logprobs=[-1.0])]])
+    with pytest.raises(LearnerError, match="2 sampled tokens but 1 roles"):
+        harvest([[make_call([1], [2, 3], roles=[1])]])
 
 
 def test_arrays_have_the_documented_types() -> None:
@@ -87,3 +100,4 @@ def test_arrays_have_the_documented_types() -> None:
             np.dtype(np.int32)
         }
         assert targets.logprob.dtype == targets.temperature.dtype == np.float32
+        assert targets.role.dtype == np.uint8

@@ -42,5 +42,7 @@ def exact_model(family: Family = "llama") -> PreTrainedModel:
 
 def learner(algorithm: dict[str, Any] | None = None, **config: Any) -> EmbeddedLearner:
     """A float32 learner on one thread."""
-    section = LearnerSection(**{"precision": "float32", "threads": 1, "learning_rate": 1e-3, **config})
+    section = LearnerSection(
+        **{"precision": "float32", "forest": "packed", "threads": 1, "learning_rate": 1e-3, **config}
+    )
     return EmbeddedLearner.open(directory(), section, AlgorithmSection(**(algorithm or {})))

@@ -16,8 +16,8 @@ from longrein.forest.packing import pack
 from longrein.forest.targets import harvest
 from longrein.learning.adapters import attach, without
 from longrein.learning.advantages import has_contrast
-from longrein.learning.algorithms import Algorithm, resolve
 from longrein.learning.attention import use_forest_attention
+from longrein.learning.backend import Packed
 from longrein.learning.credit import assign
 from longrein.learning.passes import ForestPass, Tally
 from longrein.records import Call
@@ -29,7 +29,7 @@ from tests.tiny_model import Family
 FEW = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
-GRPO = resolve(AlgorithmSection())
+GRPO = AlgorithmSection()
 
 
 @functools.cache
@@ -54,13 +54,20 @@ def adapted_pair() -> tuple[Any, Any]:
 
 
 def over_the_forest(
-    module: Any, batch: list[list[Call]], rewards: list[float], budget: int, algorithm: Algorithm, adapted: Any = None
+    module: Any,
+    batch: list[list[Call]],
+    rewards: list[float],
+    budget: int,
+    algorithm: AlgorithmSection,
+    adapted: Any = None,
 ) -> float:
     """Add the gradient to the module's parameters; return the loss."""
     merged = harvest(batch)
-    credit = assign([rewards], merged.targets.rollout, algorithm)
+    credit = assign([rewards], merged.targets, algorithm)
     reference = (lambda: without(adapted)) if adapted is not None else nullcontext
-    work = ForestPass(module, torch.float64, algorithm, merged.targets, credit, reference)
+    work = ForestPass(
+        module, Packed(module, torch.float64), torch.float64, algorithm, merged.targets, credit, reference
+    )
     tally = Tally()
     for part in pack(merged.forest, merged.targets.row, credit.credited, budget):
         work.accumulate(part, tally)
@@ -114,7 +121,7 @@ def test_the_same_with_adapters_a_reference_and_entropy(
     group: tuple[list[list[Call]], list[float]], budget: int
 ) -> None:
     batch, rewards = group
-    algorithm = resolve(AlgorithmSection(kl_coefficient=0.3, entropy_coefficient=0.1))
+    algorithm = AlgorithmSection(kl_coefficient=0.3, entropy_coefficient=0.1)
     plain, merged = adapted_pair()
     plain.zero_grad()
     merged.zero_grad()
@@ -151,8 +158,10 @@ def test_a_changed_sibling_moves_no_other_log_probability(
 
 def known_logprobs(batch: list[list[Call]]) -> dict[str, np.ndarray]:
     merged = harvest(batch)
-    credit = assign([[0.0] * len(batch)], merged.targets.rollout, GRPO)
-    work = ForestPass(pair()[1], torch.float64, GRPO, merged.targets, credit, nullcontext)
+    credit = assign([[0.0] * len(batch)], merged.targets, GRPO)
+    work = ForestPass(
+        pair()[1], Packed(pair()[1], torch.float64), torch.float64, GRPO, merged.targets, credit, nullcontext
+    )
     everything = np.ones(len(merged.targets), bool)
     found = np.zeros(len(merged.targets))
     for part in pack(merged.forest, merged.targets.row, everything, 10_000):

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longrein.config import AlgorithmSection, LearnerSection, LoraSection
 from longrein.errors import LearnerError
-from longrein.learning.learner import EmbeddedLearner, TrainBatch, TrainGroup, TrainRollout
+from longrein.learning.batch import TrainBatch, TrainGroup, TrainRollout
+from longrein.learning.learner import EmbeddedLearner
 from longrein.learning.precision import choose_precision, thread_count
 from longrein.records import Call
 from tests.forest.random_calls import make_call

@@ -14,13 +14,14 @@ from longrein.publishing.publish import publish
 
 
 class Learner:
-    """Weights, and which thread read them."""
+    """Weights of two policies, and which thread read them."""
 
+    policies = ("policy", "planner")
     thread = ""
 
-    def weights(self) -> Mapping[str, Any]:
+    def weights(self, policy: str) -> Mapping[str, Any]:
         self.thread = threading.current_thread().name
-        return {"model.norm.weight": 1.5}
+        return {"model.norm.weight": 1.5 if policy == "policy" else 2.5}
 
 
 class Engine:
@@ -30,16 +31,19 @@ class Engine:
     version = 0
 
     def __init__(self, refuses: bool = False) -> None:
-        self.served: Mapping[str, Any] = {}
+        self.served: dict[str, Mapping[str, Any]] = {}
         self._refuses = refuses
 
     def sample(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         raise NotImplementedError
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+    def describe(self) -> str:
+        return "nothing"
+
+    async def publish(self, weights: Mapping[str, Any], version: int, policy: str = "policy") -> None:
         if self._refuses:
             raise EngineError("samples are in flight")
-        self.served, self.version = weights, version
+        self.served[policy], self.version = weights, version
 
     async def close(self) -> None: ...
 
@@ -48,11 +52,12 @@ async def test_weights_are_served_under_their_version() -> None:
     learner, engine = Learner(), Engine()
     with ThreadPoolExecutor(1, thread_name_prefix="compute") as executor:
 
-        async def compute(work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
+        async def compute(work: Callable[[str], Mapping[str, Any]], policy: str) -> Mapping[str, Any]:
+            return await asyncio.get_running_loop().run_in_executor(executor, work, policy)
 
         await publish(learner, engine, 3, compute)
-        assert (engine.served, engine.version) == ({"model.norm.weight": 1.5}, 3)
+        assert engine.version == 3
+        assert engine.served == {"policy": {"model.norm.weight": 1.5}, "planner": {"model.norm.weight": 2.5}}
         assert learner.thread.startswith("compute")
         with pytest.raises(EngineError, match="in flight"):
             await publish(learner, Engine(refuses=True), 4, compute)

@@ -6,6 +6,7 @@ Comparing a long history with an earlier one costs one hash per message.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -15,6 +16,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 NOTHING_SAID = b""
 """The digest of an empty history."""
+
+# How a tool's result begins that says it failed.
+FAILED = re.compile(r"\s*(error\b|<tool_use_error>)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Message:
     Attributes:
         tool_call_id: for role ``tool``, the call it answers.
         reasoning: thinking that came before ``content``; None where the sender did not say.
+        broken_calls: of a sampled reply, how many tool calls in it could not be read and stayed text.
     """
 
     role: Role
@@ -46,6 +51,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    broken_calls: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,25 @@ def _number(text: str) -> int | float:
     """1.0 is 1: harnesses in JavaScript make no difference."""
     value = float(text)
     return int(value) if value.is_integer() else value
+
+
+def calls_are_valid(reply: Message, tools: Sequence[Tool]) -> bool | None:
+    """Whether all tool calls of a reply are well-formed and of declared tools; None where it has none."""
+    if not (reply.tool_calls or reply.broken_calls):
+        return None
+    declared = {tool.name for tool in tools}
+    sound = [call.name in declared and isinstance(parsed_arguments(call.arguments), dict) for call in reply.tool_calls]
+    return not reply.broken_calls and all(sound)
+
+
+def results_failed(messages: Sequence[Message]) -> bool | None:
+    """Whether one of the tool results behind the last reply says that the tool failed; None where there are none.
+
+    It says so by how it begins: dialects with a flag for it have it written there.
+    """
+    last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    results = [message for message in messages[last + 1 :] if message.role == "tool"]
+    return any(FAILED.match(result.content) for result in results) if results else None
 
 
 def digest_message(message: Message) -> bytes:

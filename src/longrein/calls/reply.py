@@ -37,7 +37,8 @@ def reply_message(
             malformed.append(call.raw if call.token_span is None else decode(ids[slice(*call.token_span)]))
     content = parsed.content.rstrip("\n") if parsed.tool_calls else parsed.content
     content = "\n".join(part for part in (content, *malformed) if part)
-    return Message("assistant", content, tuple(calls), reasoning=(parsed.reasoning_content or "").strip() or None)
+    reasoning = (parsed.reasoning_content or "").strip() or None
+    return Message("assistant", content, tuple(calls), reasoning=reasoning, broken_calls=len(malformed))
 
 
 class GrowingReply:

@@ -19,10 +19,11 @@ import numpy as np
 
 from longrein.calls.admission import Allowance
 from longrein.calls.answer import Answer
-from longrein.calls.conversation import Conversation, Message
+from longrein.calls.conversation import Conversation, Message, calls_are_valid, results_failed
 from longrein.calls.dialect import Ask, Dialect, Header, Reply, Target
 from longrein.calls.fields import refused
 from longrein.calls.reply import GrowingReply
+from longrein.calls.roles import RoleReader
 from longrein.calls.services import Services
 from longrein.calls.sessions import Opening, Sessions
 from longrein.calls.texts import Texts
@@ -37,7 +38,7 @@ from longrein.errors import (
     Overloaded,
     UnknownKey,
 )
-from longrein.records import Call
+from longrein.records import Call, RoleArray
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class OpenRollout:
         self._seed = seed
         self._sessions = Sessions(services.renderer)
         self._texts = Texts(services.renderer)
+        self._role_reader = RoleReader(services.renderer)
+        self._roles_missed = False
         self._allowance = Allowance(services.config)
         self._answers: dict[bytes, Answer] = {}
         self._reading: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
@@ -177,6 +180,7 @@ class OpenRollout:
             self._services.queue.leave()
             raise
         index, self._index = self._index, self._index + 1
+        agent = self._services.agents.of(ask.conversation, ask.model, target.headers)
         request = SampleRequest(
             opening.prompt.ids,
             granted,
@@ -185,8 +189,8 @@ class OpenRollout:
             top_k=self._services.sampling.top_k,
             stop_ids=self._services.renderer.stop_ids,
             seed=None if self._seed is None else _call_seed(self._seed, index),
+            policy=agent.policy,
         )
-        agent = self._services.agents.of(ask.conversation, ask.model, target.headers)
         header = self.header(ask, dialect)
         answer = Answer(f"call-{secrets.token_hex(12)}", index, digest, ask, agent, header, opening, request)
         # Only the last undelivered reply may be asked for again: what comes now goes on without the earlier ones.
@@ -309,7 +313,28 @@ class OpenRollout:
             delivered=reply is not None,
             started_at=started,
             ended_at=time.time(),
+            roles=None if reply is None else self._roles(answer, reply.message),
+            tools_valid=None if reply is None else calls_are_valid(reply.message, answer.ask.conversation.tools),
+            tools_failed=results_failed(answer.ask.conversation.messages),
         )
+
+    def _roles(self, answer: Answer, message: Message) -> RoleArray | None:
+        """Of the tokens of a reply with tool calls, where they can be told."""
+        if not message.tool_calls:
+            return None
+        prompt_ids, tools = answer.opening.prompt.ids.tolist(), answer.ask.conversation.tools
+        reading = self._role_reader.read(answer.sample.ids, prompt_ids, tools, message.tool_calls)
+        if not reading.unknown:
+            return reading.roles
+        if not self._roles_missed:
+            self._roles_missed = True
+            log.warning(
+                "%s, from call %d on: no roles are recorded of tool calls' tokens where they cannot be told: %s",
+                self.rollout_id,
+                answer.index,
+                reading.unknown,
+            )
+        return None
 
     async def _record_orphan(self, answer: Answer, dialect: Dialect, body: Mapping[str, Any], started: float) -> None:
         """Keep what was sampled for nobody; a call that had sampled nothing leaves no trace."""

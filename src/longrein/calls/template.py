@@ -189,7 +189,8 @@ class TemplateRenderer:
         calls = tuple(ToolCall("", block.name, block.arguments) for block in blocks if block.name is not None)
         malformed = [block.text for block in blocks if block.name is None] if final else []
         content = "\n".join(part for part in (content, *malformed) if part)
-        return Message("assistant", content, calls, reasoning=(parsed.reasoning_content or "").strip() or None)
+        reasoning = (parsed.reasoning_content or "").strip() or None
+        return Message("assistant", content, calls, reasoning=reasoning, broken_calls=len(malformed))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if len(ids) else ""

@@ -21,6 +21,7 @@ from longrein.engines.parity import checked_decoder
 from longrein.engines.scheduler import Running, Sampled, Scheduler, Stats
 from longrein.engines.weights import context_length as own_context_length
 from longrein.errors import EngineError
+from longrein.records import POLICY
 
 _Waiter = asyncio.Queue[Sampled | EngineError]
 
@@ -104,8 +105,9 @@ class EmbeddedEngine:
         self._validate(request)
         return self._stream(request)
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Serve new weights: transformers' parameter names → tensors, all or the changed ones.
+    async def publish(self, weights: Mapping[str, Any], version: int, policy: str = POLICY) -> None:
+        """Serve new weights: transformers' parameter names → tensors, all or the changed ones. It serves one policy,
+        whatever that is called.
 
         Raises:
             EngineError: samples are in flight, or a name or shape is unknown (nothing is loaded then).

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from longrein.records import IntArray
+from longrein.records import POLICY, IntArray
 
 FinishReason = Literal["stop", "length"]
 
@@ -35,7 +35,7 @@ class SampleRequest:
     top_k: int = 0
     stop_ids: frozenset[int] = frozenset()
     seed: int | None = None
-    policy: str = "policy"
+    policy: str = POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,15 @@ class SampleChunk:
 class Engine(Protocol):
     """Samples continuations. Every method is called from the event loop; computing happens elsewhere."""
 
-    context_length: int
-    """Most tokens of prompt and completion together."""
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        ...
 
-    version: int
-    """Version of the weights being served."""
+    @property
+    def version(self) -> int:
+        """Version of the weights being served."""
+        ...
 
     def sample(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """Yield chunks until one carries a finish reason; closing the iterator early cancels the sample.
@@ -73,11 +77,16 @@ class Engine(Protocol):
         """
         ...
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Serve new weights: full parameter name of the transformers module → tensor, all of them or the changed ones.
+    async def publish(self, weights: Mapping[str, Any], version: int, policy: str = POLICY) -> None:
+        """Serve new weights of a policy: full parameter name of the transformers module → tensor, all of them or the
+        changed ones.
 
         Called with no sample in flight (the gate is closed and drained).
         """
+        ...
+
+    def describe(self) -> str:
+        """One line for people."""
         ...
 
     async def close(self) -> None:

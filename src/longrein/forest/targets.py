@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longrein.errors import LearnerError
 from longrein.forest.forest import Forest, IndexArray, grow
-from longrein.records import Call, FloatArray, IntArray
+from longrein.records import Call, FloatArray, IntArray, Role, RoleArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Targets:
         logprob: (T,) float32, the sampler's.
         version: (T,) int32, the policy version that sampled it.
         temperature: (T,) float32, what logits are divided by; 1 for a greedy call.
+        role: (T,) uint8, its ``Role`` in a tool call; OTHER where the call has none or they are not known.
     """
 
     row: IndexArray
@@ -36,6 +37,7 @@ class Targets:
     logprob: FloatArray
     version: IntArray
     temperature: FloatArray
+    role: RoleArray
 
     def __len__(self) -> int:
         return len(self.row)
@@ -89,8 +91,13 @@ def harvest(rollouts: Sequence[Sequence[Call]]) -> Harvest:
         logprob=per_token((call.logprobs for _, call in planted), np.float32),
         version=per_token((call.versions for _, call in planted), np.int32),
         temperature=per_call((call.temperature or 1.0 for _, call in planted), np.float32),
+        role=per_token((_roles(call) for _, call in planted), np.uint8),
     )
     return Harvest(forest, targets, sum(map(len, whole)))
+
+
+def _roles(call: Call) -> RoleArray:
+    return np.full(len(call.completion_ids), Role.OTHER, np.uint8) if call.roles is None else call.roles
 
 
 def _check(calls: Sequence[Call]) -> None:
@@ -105,5 +112,9 @@ def _check(calls: Sequence[Call]) -> None:
             raise LearnerError(
                 f"call {call.call_id} has {sampled} sampled tokens but {len(call.logprobs)} log-probabilities and "
                 f"{len(call.versions)} versions; the three belong together."
+            )
+        if call.roles is not None and len(call.roles) != sampled:
+            raise LearnerError(
+                f"call {call.call_id} has {sampled} sampled tokens but {len(call.roles)} roles; it needs one for each."
             )
         seen.add(call.call_id)

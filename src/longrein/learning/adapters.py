@@ -4,7 +4,7 @@ Invariant: the base weights are never written, so with adapters off the module i
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,10 @@ from longrein.config import LoraSection
 from longrein.errors import LearnerError
 
 
-def attach(module: PreTrainedModel, section: LoraSection, seed: int = 0) -> PeftModel:
-    """Put fresh adapters into a module; only they are trained from now on.
+def attach(
+    module: PreTrainedModel, section: LoraSection, names: Sequence[str] = ("default",), seed: int = 0
+) -> PeftModel:
+    """Put fresh adapters into a module, all of them active; only they are trained from now on.
 
     Raises:
         LearnerError: a target names no layer of this model.
@@ -36,7 +38,10 @@ def attach(module: PreTrainedModel, section: LoraSection, seed: int = 0) -> Peft
         # PEFT reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing")
         torch.manual_seed(seed)
-        adapted = get_peft_model(module, config)
+        adapted = get_peft_model(module, config, adapter_name=names[0])
+        for name in names[1:]:
+            adapted.add_adapter(name, config)
+    adapted.base_model.set_adapter(list(names))
     adapted.eval()
     return adapted
 
@@ -67,7 +72,8 @@ def plain_weights(module: PreTrainedModel) -> dict[str, Tensor]:
             plain = f"{owner}.{leaf}" if base else name
             merged[plain] = parameter.detach()
             if base and leaf == "weight":
-                merged[plain] = parameter.detach() + layers[owner].get_delta_weight("default").to(parameter.dtype)
+                added = [layers[owner].get_delta_weight(name) for name in layers[owner].active_adapters]
+                merged[plain] = parameter.detach() + sum(added).to(parameter.dtype)
     return merged
 
 

@@ -3,8 +3,12 @@ pairs of tokens is ever made.
 
 It works for any transformers model that takes its attention from the attention interface: set the implementation to
 ``longrein_forest`` and pass ``forest=ForestView(...)`` to the forward. Without a forest it is plain causal attention.
+
+On a CPU it is computed tile by tile; on a GPU by torch's FlexAttention, which skips blocks of pairs that nobody sees.
+The latter's forward is tested on a CPU, where torch has no backward for it; it has not been run on a GPU yet.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -38,10 +43,19 @@ class _Block:
 
 
 class ForestView:
-    """What attention layers need to know about one packed forest, on one device and in one dtype."""
+    """What attention layers need to know about one packed forest, on one device and in one dtype.
 
-    def __init__(self, forest: Forest, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        flex: whether FlexAttention computes it; None for whether the device is a GPU.
+    """
+
+    def __init__(self, forest: Forest, device: torch.device, dtype: torch.dtype, flex: bool | None = None) -> None:
         self.size = len(forest)
+        self.mask: BlockMask | None = None
+        self.blocks: list[_Block] = []
+        if flex if flex is not None else device.type == "cuda":
+            self.mask = _block_mask(forest, device)
+            return
         self.blocks = [
             _Block(
                 tile.start,
@@ -101,8 +115,28 @@ def forest_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(kind, enabled=False):
+        if forest.mask is not None:
+            flexed: Tensor = _flex(kind)(query, key, value, block_mask=forest.mask, scale=scale, enable_gqa=True)
+            return flexed.transpose(1, 2), None
         out: Tensor = _Tiled.apply(query[0] * scale, key[0], value[0], forest.blocks)  # type: ignore[no-untyped-call]
     return out.unsqueeze(0), None
+
+
+def _block_mask(forest: Forest, device: torch.device) -> BlockMask:
+    last_descendant = torch.from_numpy(forest.last_descendant).to(device)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < last_descendant[key])
+
+    size = len(forest)
+    # Compiled, it makes no mask over all pairs on the way.
+    return create_block_mask(sees, None, None, size, size, device=str(device), _compile=device.type == "cuda")
+
+
+@functools.cache
+def _flex(kind: str) -> Any:
+    """Not compiled, FlexAttention computes all pairs; a CPU would wait minutes for the compiler."""
+    return torch.compile(flex_attention, dynamic=True) if kind == "cuda" else flex_attention
 
 
 class _Tiled(torch.autograd.Function):

@@ -1,130 +1,67 @@
 """Learners: what turns a batch of rewarded rollouts into new weights.
 
-Invariant: an update either moves the weights by one optimizer step over the whole batch, or leaves weights and
-optimizer as they were and says why.
+Invariant: an update makes the optimizer steps that the algorithm asks for, each from the whole of its share of the
+batch, or stops before one of them and says why.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from longrein.config import AlgorithmSection, LearnerSection
 from longrein.engines.weights import load_module
 from longrein.errors import LearnerError
-from longrein.forest.packing import MicroBatch, pack, total_tokens
-from longrein.forest.targets import Harvest, harvest
+from longrein.forest.packing import pack
 from longrein.learning import stored
 from longrein.learning.adapters import attach, plain_weights, without
-from longrein.learning.algorithms import Algorithm, resolve
-from longrein.learning.attention import check_model, use_forest_attention
-from longrein.learning.credit import Credit, assign
-from longrein.learning.passes import ForestPass, Tally
-from longrein.learning.precision import choose_precision, thread_count, threads
-from longrein.records import Call
+from longrein.learning.backend import Backend, Packed
+from longrein.learning.batch import Cancelled, Objective, Progress, TrainBatch, Work, nothing_to_learn
+from longrein.learning.capo import ADAPTERS, ROLES, Capo, Gradients
+from longrein.learning.costs import Wanted, choose_backend
+from longrein.learning.credit import Credit
+from longrein.learning.figures import Figures, UpdateReport
+from longrein.learning.importance import importance_weights, over
+from longrein.learning.passes import Before, ForestPass, Tally
+from longrein.learning.precision import checkpoint_activations, choose_precision, thread_count, threads
+from longrein.records import POLICY, Role
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
-@dataclass(frozen=True, slots=True)
-class TrainRollout:
-    """A valid rollout: its reward and all its calls, delivered or not."""
-
-    rollout_id: str
-    reward: float
-    calls: tuple[Call, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainGroup:
-    """The valid rollouts that share a baseline."""
-
-    group_id: str
-    rollouts: tuple[TrainRollout, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """What one update learns from."""
-
-    groups: tuple[TrainGroup, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """What an update did. Means, shares and differences are over the targets computed.
-
-    Attributes:
-        learned: whether the weights moved.
-        why_not: if they did not, why.
-        loss: the weighted sum.
-        grad_norm: before clipping.
-        tokens_trained: targets in the loss, those without advantage included.
-        tokens_flat: tokens of all trainable calls with nothing shared.
-        tokens_forest: distinct tokens among them.
-        tokens_computed: tokens computed: without what no credited target needs, with what was computed twice.
-        micro_batches: passes they took.
-        logprob_difference_mean, _p99, _max: |learner - sampler| log-probability.
-        ratio_outside: share of targets whose learner/sampler ratio lies outside 0.8 to 1.2.
-        importance_cut: share whose importance weight was truncated.
-        clip_fraction: share whose ratio was clipped.
-        entropy: mean of -log p of the sampled tokens, an estimate in nats.
-        kl: mean k3 estimate against the reference; 0 where there is none.
-        seconds_learning: of this update.
-    """
-
-    learned: bool
-    why_not: str
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens_trained: int
-    tokens_flat: int
-    tokens_forest: int
-    tokens_computed: int
-    micro_batches: int
-    groups: int
-    groups_with_contrast: int
-    logprob_difference_mean: float
-    logprob_difference_p99: float
-    logprob_difference_max: float
-    ratio_outside: float
-    importance_cut: float
-    clip_fraction: float
-    entropy: float
-    kl: float
-    seconds_learning: float
-
-
-Progress = Callable[[int, int], None]
-"""Called after each micro-batch with how many are done, and of how many."""
-
-Cancelled = Callable[[], bool]
-"""Asked between micro-batches whether to stop."""
-
-
 class Learner(Protocol):
     """Updates weights. Every method computes, so it is called on the compute thread."""
+
+    @property
+    def policies(self) -> Sequence[str]:
+        """Names of what it trains."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people."""
+        ...
 
     def update(
         self, batch: TrainBatch, progress: Progress | None = None, cancelled: Cancelled | None = None
     ) -> UpdateReport:
-        """One step over a batch.
+        """The optimizer steps of a batch.
 
         Raises:
-            LearnerError: the batch is malformed, or the update was cancelled; nothing has changed then.
+            LearnerError: the batch is malformed, and nothing has changed; or the update was cancelled, and no step was
+                made since.
         """
         ...
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self, policy: str) -> Mapping[str, Tensor]:
         """Parameter names of the plain transformers module → tensors, to be read before the next update."""
         ...
 
@@ -141,200 +78,307 @@ class Learner(Protocol):
         ...
 
 
-class EmbeddedLearner:
-    """A ``Learner`` in this process: float32 weights, autocast where that is faster, AdamW.
+Values = NDArray[np.float64]
 
-    Args:
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A module made ready to be trained over forests.
+
+    Attributes:
         module: float32, on its device.
+        adapted: the same with its adapters; None where all weights are trained.
+        precision: autocast dtype.
+        threads: torch threads of an update (CPU).
         source: the directory it was loaded from; its tokenizer is copied into what is saved.
-
-    Raises:
-        LearnerError: the model cannot be trained exactly over a forest, or the configuration contradicts itself.
     """
 
+    module: PreTrainedModel
+    adapted: "PeftModel | None"
+    backend: Backend
+    precision: torch.dtype
+    threads: int
+    source: Path | None = None
+
+    @classmethod
+    def open(cls, directory: Path, config: LearnerSection, adapters: Sequence[str]) -> "Body":
+        """Load the model in a directory, on the first GPU if there is one.
+
+        Raises:
+            LearnerError: it cannot be trained exactly over a forest, or has no such layers to adapt.
+        """
+        module = load_module(directory, torch.float32)
+        if torch.cuda.is_available():
+            module.to("cuda")
+        module.eval()
+        count = thread_count(config.threads)
+        with threads(count):
+            precision = choose_precision(module, config.precision)
+            backend = choose_backend(module, precision, _forest(config))
+        if config.activation_checkpointing:
+            checkpoint_activations(module)
+        adapted = attach(module, config.lora, adapters) if config.lora else None
+        return cls(module, adapted, backend, precision, count, directory)
+
+    def activate(self, adapters: Sequence[str]) -> None:
+        """Compute with these adapters, and train them alone."""
+        if self.adapted is not None and list(self.adapted.active_adapters) != list(adapters):
+            self.adapted.base_model.set_adapter(list(adapters))
+
+
+class EmbeddedLearner:
+    """A ``Learner`` of one policy in this process: float32 weights, autocast where that is faster, AdamW.
+
+    Args:
+        adapters: of the body, which are this policy's.
+        steps: training steps of the whole run, for the learning rate's schedule; None keeps the rate.
+
+    Raises:
+        LearnerError: the configuration contradicts itself.
+    """
+
+    policies = (POLICY,)
+
     def __init__(
-        self, module: PreTrainedModel, config: LearnerSection, algorithm: Algorithm, source: Path | None = None
+        self,
+        body: Body,
+        config: LearnerSection,
+        algorithm: AlgorithmSection,
+        adapters: Sequence[str] = ("default",),
+        steps: int | None = None,
     ) -> None:
         if algorithm.kl_coefficient and config.lora is None:
             raise LearnerError(
                 f"algorithm.kl_coefficient is {algorithm.kl_coefficient}, which needs learner.lora: the reference is "
                 "the model without its adapters. Set it to 0, or train adapters."
             )
-        use_forest_attention(module)
-        check_model(module)
-        module.eval()
-        self.module = module
-        self._adapted: PeftModel | None = attach(module, config.lora) if config.lora else None
+        self._body = body
+        self._adapters = tuple(adapters)
+        self._activate()
+        self._capo = None
+        if algorithm.capo is not None:
+            self._capo = Capo(algorithm.capo, body.module, lora=config.lora is not None)
         self._config = config
         self._algorithm = algorithm
-        self._source = source
-        self._threads = thread_count(config.threads)
-        with threads(self._threads):
-            self.precision = choose_precision(module, config.precision)
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._total = None if steps is None else steps * algorithm.updates
+        self._trained = [parameter for parameter in body.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._trained,
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
-            weight_decay=config.weight_decay,
+            weight_decay=0.0 if self._masks_decay else config.weight_decay,
             fused=True,
         )
         self.updates = 0
 
+    @property
+    def _masks_decay(self) -> bool:
+        """Whether weight decay must leave a part of each parameter alone, which the optimizer's own does not."""
+        return self._capo is not None and self._capo.mlp is not None
+
     @classmethod
-    def open(cls, directory: Path, config: LearnerSection, algorithm: AlgorithmSection) -> "EmbeddedLearner":
-        """Load the model in a directory and make it trainable, on the first GPU if there is one."""
-        module = load_module(directory, torch.float32)
-        if torch.cuda.is_available():
-            module.to("cuda")
-        return cls(module, config, resolve(algorithm), directory)
+    def open(
+        cls, directory: Path, config: LearnerSection, algorithm: AlgorithmSection, steps: int | None = None
+    ) -> "EmbeddedLearner":
+        """Load the model in a directory and make it trainable."""
+        adapters = ("default",) if algorithm.capo is None else tuple(ADAPTERS.values())
+        return cls(Body.open(directory, config, adapters), config, algorithm, adapters, steps)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """What is trained."""
+        return self._body.module
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Autocast dtype."""
+        return self._body.precision
+
+    def _activate(self) -> None:
+        """Make the module this policy."""
+        self._body.activate(self._adapters)
 
     def describe(self) -> str:
         """One line for people."""
         trained = sum(parameter.numel() for parameter in self._trained)
         kind = f"LoRA of rank {self._config.lora.rank}" if self._config.lora else "all weights"
         name = str(self.precision).removeprefix("torch.")
-        return f"learner in {name}, {self._threads} threads, {kind} ({trained / 1e6:.1f} M trained)"
+        return f"learner in {name}, {self._body.threads} threads, {kind} ({trained / 1e6:.1f} M trained)"
 
     def update(
         self, batch: TrainBatch, progress: Progress | None = None, cancelled: Cancelled | None = None
     ) -> UpdateReport:
-        """One step over a batch; see ``Learner``."""
+        """The optimizer steps of a batch; see ``Learner``."""
         began = time.monotonic()
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-        merged = harvest([rollout.calls for rollout in rollouts])
-        rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
-        credit = assign(rewards, merged.targets.rollout, self._algorithm)
-        parts = pack(merged.forest, merged.targets.row, credit.credited, self._config.micro_batch_tokens)
-        tally = Tally()
-        rate = self._learning_rate()
+        self._activate()
+        work = Work(batch, self._algorithm, self._config.micro_batch_tokens, progress, cancelled, self._capo)
+        figures = Figures()
+        proximal = None
+        if not work.parts:
+            figures.why_not = nothing_to_learn(batch, work)
         try:
-            with threads(self._threads):
-                self._accumulate(parts, merged, credit, tally, progress, cancelled)
-                norm, why_not = self._step(tally, rate) if parts else (0.0, _nothing_to_learn(rewards, merged, credit))
+            with threads(self._body.threads):
+                if work.parts and self._capo is not None and self._capo.router is None:
+                    figures.why_not = self._probe(self._capo, work)
+                if work.parts and not figures.why_not:
+                    proximal = self._steps(work, figures)
         finally:
             self._optimizer.zero_grad(set_to_none=True)
-        return _report(why_not, norm, rate, merged, credit, parts, tally, self._algorithm, time.monotonic() - began)
+        return figures.report(batch, work, self._algorithm, proximal, time.monotonic() - began)
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self, policy: str = POLICY) -> Mapping[str, Tensor]:
         """All weights, adapters merged; see ``Learner``."""
+        self._activate()
         return plain_weights(self.module)
 
     def save(self, directory: Path) -> None:
         """Write ``model.safetensors`` as transformers loads it (and ``adapter/``), ``optimizer.pt``, the tokenizer."""
         stored.save_weights(directory, self.module, self.weights())
-        if self._adapted is not None:
-            stored.save_adapter(directory, self._adapted)
+        if self._body.adapted is not None:
+            stored.save_adapters(directory, self._body.adapted, self._adapters)
+        if self._capo is not None and self._capo.units is not None:
+            stored.save_units(directory, self._capo.units)
         stored.save_optimizer(directory, self._optimizer, self.updates)
-        if self._source is not None:
-            stored.copy_tokenizer(self._source, directory)
+        if self._body.source is not None:
+            stored.copy_tokenizer(self._body.source, directory)
 
     def load(self, directory: Path) -> None:
         """Go on from what ``save`` wrote; see ``Learner``."""
-        if self._adapted is not None:
-            stored.load_adapter(directory, self._adapted)
+        if self._body.adapted is not None:
+            stored.load_adapters(directory, self._body.adapted, self._adapters)
         else:
             stored.load_weights(directory, self.module)
+        if self._capo is not None and self._capo.mlp is not None:
+            units = stored.load_units(directory, self._capo.mlp.shape)
+            if units is not None:
+                self._capo.use(units)
         self.updates = stored.load_optimizer(directory, self._optimizer)
 
     def _learning_rate(self) -> float:
-        """Linear warm-up over the first updates."""
-        share = (self.updates + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
-        return self._config.learning_rate * min(1.0, share)
+        """Of the next optimizer step: linear warm-up, then the schedule."""
+        warmup, step = self._config.warmup_steps, self.updates
+        if step < warmup:
+            return self._config.learning_rate * (step + 1) / warmup
+        if self._config.schedule == "constant" or self._total is None:
+            return self._config.learning_rate
+        done = min(1.0, (step - warmup) / max(self._total - warmup, 1))
+        left = 1 - done if self._config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self._config.learning_rate * left
 
-    def _accumulate(
-        self,
-        parts: list[MicroBatch],
-        merged: Harvest,
-        credit: Credit,
-        tally: Tally,
-        progress: Progress | None,
-        cancelled: Cancelled | None,
-    ) -> None:
-        work = ForestPass(
-            self.module, self.precision, self._algorithm, merged.targets, credit, lambda: without(self._adapted)
+    def _steps(self, work: Work, figures: Figures) -> Values | None:
+        """Every optimizer step; (T,) proximal log-probabilities, where they had to be known."""
+        proximal = self._logprobs(work, work.needed) if self._needs_proximal() else None
+        for step, objectives in enumerate(work.steps):
+            if not any(objective.parts for objective in objectives):
+                continue
+            before = self._before(work, step, proximal)
+            gradients: dict[Role, Gradients] = {}
+            for objective in objectives:
+                self._accumulate(work, objective, before, figures.tally)
+                if self._capo is not None and self._capo.router is not None and objective.role is not None:
+                    gradients[objective.role] = self._capo.router.take()
+            if self._capo is not None and self._capo.router is not None:
+                figures.roles.append(self._capo.router.route(gradients))
+            if not self._step(figures):
+                break
+        return proximal
+
+    def _probe(self, capo: Capo, work: Work) -> str:
+        """Let CAPO choose its units, from the rollouts that did better than their groups; why not, if it cannot."""
+        mlp, targets = capo.mlp, work.merged.targets
+        assert mlp is not None, "adapters are routed from the beginning"
+        activity = {role: np.zeros(mlp.shape) for role in ROLES}
+        better = (work.credit.advantage > 0) & (work.credit.weight > 0)
+        for role in ROLES:
+            wanted = better & (targets.role == role)
+            for part in pack(work.merged.forest, targets.row, wanted, self._config.micro_batch_tokens):
+                rows, often = np.unique(part.row, return_counts=True)
+                with mlp.watched(activity[role], torch.from_numpy(rows), torch.from_numpy(often)):
+                    Packed(self.module, self.precision).hidden(part.forest, rows)
+        tokens = {role: int((better & (targets.role == role)).sum()) for role in ROLES}
+        return capo.probe(tokens, activity)
+
+    def _needs_proximal(self) -> bool:
+        """Whether the learner's log-probabilities must be known before the first gradient."""
+        corrects = self._algorithm.importance != "none" and self._algorithm.importance_level != "token"
+        return self._algorithm.updates > 1 or corrects
+
+    def _before(self, work: Work, step: int, proximal: Values | None) -> Before:
+        """What the loss of an optimizer step takes for given."""
+        algorithm, targets = self._algorithm, work.merged.targets
+        importance = None if proximal is None else importance_weights(algorithm, targets, proximal).weight
+        old = proximal if step else None
+        if algorithm.old_policy == "behaviour":
+            old = targets.logprob.astype(np.float64)
+        if old is None or algorithm.ratio_level == "token":
+            return Before(old=old, importance=importance)
+        apart = self._logprobs(work, work.needed) - old
+        return Before(log_ratio=over(algorithm.ratio_level, targets, apart, mean=True), importance=importance)
+
+    def _pass(self, work: Work, credit: Credit, before: Before) -> ForestPass:
+        return ForestPass(
+            self.module,
+            self._body.backend,
+            self.precision,
+            self._algorithm,
+            work.merged.targets,
+            credit,
+            lambda: without(self._body.adapted),
+            before,
         )
-        for done, part in enumerate(parts):
-            if cancelled is not None and cancelled():
-                raise LearnerError(f"the update was cancelled after {done} of {len(parts)} micro-batches.")
-            work.accumulate(part, tally)
-            if progress is not None:
-                progress(done + 1, len(parts))
-        if cancelled is not None and cancelled():
-            raise LearnerError("the update was cancelled before its step.")
 
-    def _step(self, tally: Tally, rate: float) -> tuple[float, str]:
-        """Clip and step; (gradient norm, why no step was taken)."""
+    def _logprobs(self, work: Work, wanted: NDArray[np.bool_]) -> Values:
+        """(T,) log-probabilities under the weights as they are; the sampler's for targets that are not wanted."""
+        found = work.merged.targets.logprob.astype(np.float64)
+        forward = self._pass(work, work.credit, Before())
+        for part in pack(work.merged.forest, work.merged.targets.row, wanted, self._config.micro_batch_tokens):
+            work.check()
+            found[part.targets] = forward.logprobs(part).double().numpy()
+        return found
+
+    def _accumulate(self, work: Work, objective: Objective, before: Before, tally: Tally) -> None:
+        forest_pass = self._pass(work, objective.credit, before)
+        for part in objective.parts:
+            work.check()
+            forest_pass.accumulate(part, tally)
+            work.advance()
+        work.check()
+
+    def _step(self, figures: Figures) -> bool:
+        """Clip and step, or say why not; whether further steps may follow."""
         norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._config.grad_clip))
-        if not math.isfinite(norm) or not math.isfinite(tally.loss):
-            return norm, f"loss {tally.loss} or gradient norm {norm} is not finite; the weights were left as they were"
-        if norm == 0.0:
-            return norm, "the gradient is zero"
+        figures.norms.append(norm)
+        figures.rate = self._learning_rate()
+        loss = figures.tally.loss
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if not finite:
+            figures.why_not = f"loss {loss} or gradient norm {norm} is not finite; the weights were left as they were"
+        elif norm == 0.0:
+            # Every token of it clipped or rejected; the next mini-batch may have others.
+            figures.why_not = "the gradient is zero"
+        else:
+            self._move(figures.rate)
+            figures.steps += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def _move(self, rate: float) -> None:
+        """One step of the optimizer."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        if self._masks_decay and self._capo is not None and self._capo.router is not None:
+            self._capo.router.decay(rate * self._config.weight_decay)
         self._optimizer.step()
         self.updates += 1
-        return norm, ""
 
 
-def _nothing_to_learn(rewards: list[list[float]], merged: Harvest, credit: Credit) -> str:
-    if not rewards:
-        return "no group reached its quorum of rollouts with a reward"
-    if not len(merged.targets):
-        return "no trainable token: no call was delivered, or nothing was sampled"
-    if not credit.groups_with_contrast:
-        return f"no contrast: within each of the {credit.groups} groups all rewards are equal{_all_alike(rewards)}"
-    return "the rollouts that differ from their group have no trainable token"
-
-
-def _all_alike(rewards: list[list[float]]) -> str:
-    """What to do where no group's rewards differ from another's either."""
-    found = {reward for group in rewards for reward in group}
-    if len(found) > 1:
-        return ""
-    return (
-        f" (all are {found.pop():g}: give tasks that are sometimes solved, a reward for part of the way, or "
-        "model.demonstrations)"
-    )
-
-
-def _report(
-    why_not: str,
-    norm: float,
-    rate: float,
-    merged: Harvest,
-    credit: Credit,
-    parts: list[MicroBatch],
-    tally: Tally,
-    algorithm: Algorithm,
-    seconds: float,
-) -> UpdateReport:
-    learner, sampler = (np.concatenate([np.zeros(0), *side]) for side in (tally.learner, tally.sampler))
-    # Statistics of nothing are zero.
-    some = max(len(learner), 1)
-    apart = np.abs(learner - sampler) if len(learner) else np.zeros(1)
-    ratio = np.exp(learner - sampler)
-    cut = algorithm.importance_cut
-    return UpdateReport(
-        learned=not why_not,
-        why_not=why_not,
-        loss=tally.loss,
-        grad_norm=norm,
-        learning_rate=rate,
-        tokens_trained=len(merged.targets),
-        tokens_flat=merged.tokens_flat,
-        tokens_forest=len(merged.forest),
-        tokens_computed=total_tokens(parts),
-        micro_batches=len(parts),
-        groups=credit.groups,
-        groups_with_contrast=credit.groups_with_contrast,
-        logprob_difference_mean=float(apart.mean()),
-        logprob_difference_p99=float(np.quantile(apart, 0.99, method="higher")),
-        logprob_difference_max=float(apart.max()),
-        ratio_outside=float(((ratio < 0.8) | (ratio > 1.2)).sum() / some),
-        importance_cut=float((ratio > cut).sum() / some) if cut is not None else 0.0,
-        clip_fraction=tally.clipped / some,
-        entropy=float(-learner.sum() / some),
-        kl=tally.kl / some,
-        seconds_learning=seconds,
-    )
+def _forest(config: LearnerSection) -> Wanted:
+    """The back end to use. A walk hands state from node to node, which checkpointed layers do not keep."""
+    if not config.activation_checkpointing:
+        return config.forest
+    if config.forest == "walk":
+        raise LearnerError(
+            "learner.activation_checkpointing goes with learner.forest: packed. A walk has the memory of one path "
+            "already."
+        )
+    return "packed"

@@ -10,8 +10,10 @@ from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longrein.engines.probe import bfloat16_may_pay
+from longrein.errors import LearnerError
 
 PROBE_TOKENS = 256
 # bfloat16 costs accuracy, so it must be worth it.
@@ -47,6 +49,23 @@ def _seconds(module: PreTrainedModel, dtype: torch.dtype) -> float:
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return min(taken[1:])
+
+
+def checkpoint_activations(module: PreTrainedModel) -> None:
+    """Keep no activations inside layers: the backward pass computes them again.
+
+    Raises:
+        LearnerError: the model's layers cannot.
+    """
+    if not module.supports_gradient_checkpointing:
+        raise LearnerError(
+            f"learner.activation_checkpointing: {module.config.model_type!r} does not support it in transformers."
+        )
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers does so in training mode only; everything below the layers stays in evaluation mode.
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
 
 
 def thread_count(threads: int | Literal["auto"]) -> int:

@@ -2,7 +2,7 @@
 
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longrein.errors import LearnerError
+from longrein.learning.capo import ADAPTERS, ROLES, Units
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.pt"
+UNITS = "units.safetensors"
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -59,29 +61,59 @@ def load_weights(directory: Path, module: PreTrainedModel) -> None:
             parameter.copy_(found[name])
 
 
-def save_adapter(directory: Path, adapted: PeftModel) -> None:
-    """``adapter/adapter_model.safetensors`` and its configuration, for PEFT."""
-    target = directory / ADAPTER
-    target.mkdir()
-    tensors = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(adapted).items()}
-    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    adapted.peft_config["default"].save_pretrained(target)
+def save_adapters(directory: Path, adapted: PeftModel, names: Sequence[str]) -> None:
+    """``adapter/adapter_model.safetensors`` and its configuration, for PEFT; one folder in it for each of several."""
+    for name in names:
+        target = _adapter_folder(directory, name)
+        target.mkdir(parents=True)
+        state = get_peft_model_state_dict(adapted, adapter_name=name)
+        tensors = {key: tensor.contiguous() for key, tensor in state.items()}
+        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+        adapted.peft_config[name].save_pretrained(target)
 
 
-def load_adapter(directory: Path, adapted: PeftModel) -> None:
-    """Copy an adapter's weights into the module.
+def load_adapters(directory: Path, adapted: PeftModel, names: Sequence[str]) -> None:
+    """Copy adapters' weights into the module.
 
     Raises:
-        LearnerError: a file is missing or damaged, or the adapter has other layers or another rank.
+        LearnerError: a file is missing or damaged, or an adapter has other layers or another rank.
     """
-    file = directory / ADAPTER / "adapter_model.safetensors"
+    for name in names:
+        _load_adapter(_adapter_folder(directory, name) / "adapter_model.safetensors", adapted, name)
+
+
+def _adapter_folder(directory: Path, name: str) -> Path:
+    return directory / ADAPTER if name == "default" else directory / ADAPTER / name
+
+
+def _load_adapter(file: Path, adapted: PeftModel, adapter: str) -> None:
     found = _read(file)
-    own = get_peft_model_state_dict(adapted)
+    own = get_peft_model_state_dict(adapted, adapter_name=adapter)
     if {name: tensor.shape for name, tensor in found.items()} != {name: tensor.shape for name, tensor in own.items()}:
         raise LearnerError(
             f"{file} has other layers or another rank than learner.lora says. Set it as it was when this was saved."
         )
-    set_peft_model_state_dict(adapted, found)
+    set_peft_model_state_dict(adapted, found, adapter_name=adapter)
+
+
+def save_units(directory: Path, units: Units) -> None:
+    """``units.safetensors``: which MLP units each role has, (layers, units) each."""
+    save_file({ADAPTERS[role]: torch.from_numpy(units.chosen[role]) for role in ROLES}, directory / UNITS)
+
+
+def load_units(directory: Path, shape: tuple[int, int]) -> Units | None:
+    """The units that were chosen; None where none were yet.
+
+    Raises:
+        LearnerError: the file is damaged or belongs to another model.
+    """
+    file = directory / UNITS
+    if not file.exists():
+        return None
+    found = _read(file)
+    if any(ADAPTERS[role] not in found or tuple(found[ADAPTERS[role]].shape) != shape for role in ROLES):
+        raise LearnerError(f"{file} belongs to another model: it should hold {shape} units for each role.")
+    return Units({role: found[ADAPTERS[role]].numpy() for role in ROLES})
 
 
 def save_optimizer(directory: Path, optimizer: torch.optim.Optimizer, updates: int) -> None:

@@ -1,6 +1,6 @@
 """New weights, from the learner into an engine."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from longrein.engines.engine import Engine
@@ -9,13 +9,18 @@ from longrein.engines.engine import Engine
 class HasWeights(Protocol):
     """The part of a learner that is published."""
 
-    def weights(self) -> Mapping[str, Any]:
+    @property
+    def policies(self) -> Sequence[str]:
+        """Names of what it trains."""
+        ...
+
+    def weights(self, policy: str) -> Mapping[str, Any]:
         """Parameter names of the plain transformers module → tensors."""
         ...
 
 
-Compute = Callable[[Callable[[], Mapping[str, Any]]], Awaitable[Mapping[str, Any]]]
-"""Runs a function on the compute thread and awaits its result."""
+Compute = Callable[[Callable[[str], Mapping[str, Any]], str], Awaitable[Mapping[str, Any]]]
+"""Runs a function of a policy's name on the compute thread and awaits its result."""
 
 
 async def publish(learner: HasWeights, engine: Engine, version: int, compute: Compute) -> None:
@@ -29,4 +34,5 @@ async def publish(learner: HasWeights, engine: Engine, version: int, compute: Co
     Raises:
         EngineError: the engine refused them; it serves what it served before.
     """
-    await engine.publish(await compute(learner.weights), version)
+    for policy in learner.policies:
+        await engine.publish(await compute(learner.weights, policy), version, policy)
