@@ -549,7 +549,9 @@ def test_text_may_be_cut_into_tokens_anywhere(data: st.DataObject) -> None:
     said = calls_in("chatml", *(call_of(FAMILIES["chatml"], tool, arguments) for tool, arguments in asked))
     said = Said(data.draw(TEXTS)) + said + data.draw(TEXTS)
     whole = said.text.encode()
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1))))
+    # No token is as long as a call.
+    longest = data.draw(st.integers(1, 20))
+    cuts = sorted({*data.draw(st.sets(st.integers(1, len(whole) - 1))), *range(longest, len(whole), longest)})
     parts = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     renderer: Any = OfBytes(parts)
     calls = renderer.parse(renderer.ids, [], ()).tool_calls

@@ -48,7 +48,7 @@ def make_batch(module: Any, seed: int = 0) -> TrainBatch:
 
 
 def loss_of(module: Any, batch: TrainBatch, role: Role, others: str) -> Tensor:
-    """L of one role, naively: GRPO over the tokens of the role, each rollout's mean over its own tokens of that role."""
+    """L of one role, naively: GRPO, each rollout's mean over its own tokens of that role."""
     total = torch.zeros((), dtype=torch.float32)
     spread, mean = np.std(REWARDS, ddof=1), np.mean(REWARDS)
     for rollout in batch.rollouts:
@@ -248,7 +248,7 @@ def test_a_random_deal_keeps_how_many_of_each() -> None:
 
 
 def test_the_form_and_what_is_trained_belong_together() -> None:
-    with pytest.raises(LearnerError, match="split_lora needs learner.lora"):
+    with pytest.raises(LearnerError, match=r"split_lora needs learner\.lora"):
         models.learner({"capo": {"form": "split_lora"}})
-    with pytest.raises(LearnerError, match="leave learner.lora out"):
+    with pytest.raises(LearnerError, match=r"leave learner\.lora out"):
         models.learner({"capo": {"form": "neurons"}}, lora=LORA)
