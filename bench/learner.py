@@ -179,7 +179,7 @@ def measure_trl(arguments: argparse.Namespace, rows: str, workload: str, vocabul
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "task.json"
         given.write_text(json.dumps(task), encoding="utf-8")
-        command = [str(trl_environment()), str(ROOT / "bench" / "with_trl.py"), str(given)]
+        command = [str(trl_environment()), "-W", "ignore", str(ROOT / "bench" / "with_trl.py"), str(given)]
         return answer(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True))
 
 
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--sampled", type=int, default=64)
     parser.add_argument("--observed", type=int, default=40)
     parser.add_argument("--budget", type=int, default=8192, help="learner.micro_batch_tokens")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -264,14 +264,15 @@ def main() -> None:
         print(json.dumps(measure(arguments)._asdict()))
         return
     with tempfile.TemporaryDirectory() as folder:
-        tiny = arguments.model == "tiny"
-        arguments.model = tiny_model(folder) if tiny else local_directory(arguments.model, None)
+        name_given = arguments.model
+        arguments.model = tiny_model(folder) if name_given == "tiny" else local_directory(name_given, None)
         module = load_module(arguments.model, torch.float32)
         vocabulary = int(module.get_input_embeddings().weight.shape[0])
         with threads(arguments.threads):
             arguments.precision = str(choose_precision(module, arguments.precision)).removeprefix("torch.")
         del module
-        print(f"{arguments}\n\n{HEADER}", flush=True)
+        shape = ", ".join(f"{name} {getattr(arguments, name)}" for name in PASSED if name != "model")
+        print(f"{name_given}: {shape}, rounds {arguments.rounds}.\n\n{HEADER}", flush=True)
         for workload in arguments.workloads:
             found: dict[str, list[Measured]] = {}
             for _ in range(arguments.rounds):

@@ -101,6 +101,7 @@ def ours(batch: Batch, algorithm: AlgorithmSection) -> Tensor:
         token=np.zeros(count, np.int32),
         rollout=rollout,
         call=rollout,
+        agent=np.zeros(count, np.int32),
         logprob=batch.behaviour[chosen].numpy().astype(np.float32),
         version=np.zeros(count, np.int32),
         temperature=np.ones(count, np.float32),
@@ -260,7 +261,6 @@ def _trainer(name: str, batch: Batch, settings: Mapping[str, Any]) -> Any:
 
     trainer = Bare()
     plain = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
-    same = lambda value, **_: value  # noqa: E731
     for key, value in {
         "args": SimpleNamespace(**plain),
         "accelerator": SimpleNamespace(gather=same, gather_for_metrics=same, reduce=same, num_processes=1),
@@ -280,6 +280,11 @@ def _trainer(name: str, batch: Batch, settings: Mapping[str, Any]) -> Any:
     }.items():
         setattr(trainer, key, value)
     return trainer
+
+
+def same(value: Any, **_: Any) -> Any:
+    """Of one process, what is gathered from all."""
+    return value
 
 
 def _inputs(batch: Batch) -> dict[str, Tensor]:
@@ -334,6 +339,13 @@ SEQUENCE = {
 
 CASES = (
     Case("grpo", "verl, vanilla", Verl("grpo", "vanilla", "seq-mean-token-mean"), f"{STD}; {DUAL} {MEAN}"),
+    Case(
+        "grpo",
+        "verl, vanilla",
+        Verl("grpo", "vanilla", "seq-mean-token-mean", {"clip_ratio_c": 3.0}),
+        f"{STD} {MEAN}; `dual_clip: 3`",
+        {"dual_clip": 3.0},
+    ),
     Case("grpo", "TRL, grpo", Trl({"loss_type": "grpo"}), "ε 1e-4 beside the deviation"),
     Case(
         "grpo",

@@ -275,3 +275,88 @@ def test_doctor_prints_one_object(tmp_path: Path) -> None:
     bad = longrein("doctor", "--config", config, "--set", "model.path=./absent", "--set", "tasks.train=./gone")
     checks = json.loads(bad.stdout)["checks"]
     assert bad.returncode == 1 and not checks["model"]["ok"] and not checks["tasks"]["ok"] and checks["sandbox"]["ok"]
+
+
+# Asks the worker after the main agent, and a judge that is never trained.
+TEAM = HARNESS.replace('"model": "policy"', '"model": model').replace("def ask(messages):", "def ask(messages, model):")
+TEAM = TEAM.replace("first = ask(messages)", 'first = ask(messages, "planner")')
+TEAM = TEAM.replace("second = ask(messages)", 'second = ask(messages, "worker")\nask(messages, "judge")')
+
+RULES = """[
+{name: worker, model: ^worker$, policy: worker},
+{name: judge, model: ^judge$, train: false, policy: base}]"""
+
+
+async def test_agents_have_policies_of_their_own(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=2)
+    (tmp_path / "agent.py").write_text(TEAM)
+    team = ["--set", f"agents.rules={RULES}", "--set", "learner.lora={rank: 4}"]
+    ended = longrein("train", "--config", config, *team)
+    assert ended.returncode == 0, ended.stderr
+    metrics = read_metrics(tmp_path)
+    assert all(line["learned"] and line["policies"]["worker"]["learned"] for line in metrics)  # type: ignore[index]
+    found = await recorded(tmp_path, Split.TRAIN, 2)
+    calls = [call for members in found.values() for _, calls in members for call in calls]
+    assert {(call.agent, call.policy, call.train) for call in calls} == {
+        ("main", "policy", True),
+        ("worker", "worker", True),
+        ("judge", "base", False),
+    }
+    # The base is what training began with, whatever the others have become: its tokens have version 0.
+    assert {int(version) for call in calls if call.policy == "base" for version in call.versions} == {0}
+    assert {int(version) for call in calls if call.policy == "worker" for version in call.versions} == {0, 1}
+    # Each policy's learner saw the log-probabilities its sampler gave.
+    for line in metrics:
+        for report in (line, line["policies"]["worker"]):  # type: ignore[index]
+            assert report["logprob_difference_max"] < 1e-3  # type: ignore[index]
+    saved = tmp_path / "run" / "checkpoints" / "step-000002"
+    weights = [load_file(next(saved.glob(f"**/{policy}/model.safetensors"))) for policy in ("policy", "worker")]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    again = longrein("train", "--config", config, *team, "--set", "training.steps=3")
+    assert again.returncode == 0 and "going on after step 2 of 3" in again.stderr, again.stderr
+
+
+def test_dapo_collects_until_its_groups_have_contrast(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=1, groups=2)
+    # Of three tasks two give every rollout the same reward.
+    for index in (0, 1):
+        test = tmp_path / "tasks" / "train" / f"say-{index}" / "tests" / "test.sh"
+        test.write_text("#!/bin/sh\necho '{\"reward\": 1}' > /logs/verifier/reward.json\n")
+    ended = longrein("train", "--config", config, "--set", "algorithm.name=dapo")
+    assert ended.returncode == 0, ended.stderr
+    (line,) = read_metrics(tmp_path)
+    assert line["groups"] == line["groups_with_contrast"]
+    assert 3 <= int(str(line["groups_collected"])) <= 2 * 4
+    assert "groups have contrast; collecting, round 2" in ended.stderr
+
+
+def test_several_updates_a_step_with_every_correction(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=1)
+    keys = "{name: gspo, mini_batches: 2, epochs: 2, process: {coefficient: 0.5, source: verifier}}"
+    ended = longrein("train", "--config", config, "--set", f"algorithm={keys}")
+    assert ended.returncode == 0, ended.stderr
+    (line,) = read_metrics(tmp_path)
+    assert line["optimizer_steps"] == 4
+    assert 0.9 < float(str(line["effective_sample_size"])) <= 1
+    assert list(line["by_age"]) == ["0"]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("algorithm.name=grop", ["algorithm", "no algorithm is called 'grop'", "dr_grpo"]),
+        ("algorithm={name: rloo, epochs: 2}", ["only the first of several updates would be on-policy"]),
+        ("algorithm.mini_batches=3", ["algorithm.mini_batches is 3", "has only 2 groups"]),
+        ("algorithm.process={coefficient: 1, source: hook}", ["source 'hook'", "package.module:function"]),
+        ("algorithm.process={coefficient: 1, source: hook, hook: 'gone:f'}", ["gone:f", "No module named"]),
+        ("agents.rules=[{name: a, model: a, policy: a}]", ["several policies (policy, a)", "set learner.lora"]),
+        ("agents.rules=[{name: a, model: a, policy: base}]", ["never trained: set train to false"]),
+    ],
+)
+def test_an_algorithm_that_means_nothing_is_refused(tmp_path: Path, change: str, says: list[str]) -> None:
+    config = make_workshop(tmp_path)
+    ended = longrein("train", "--config", config, "--set", change)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert all(part in ended.stderr for part in says), ended.stderr
+    assert not (tmp_path / "run").exists()

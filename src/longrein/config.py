@@ -286,6 +286,8 @@ class AlgorithmSection(Section):
         "group_std"
     )
     """Baseline and scale, over rollouts."""
+    baseline: Literal["rollout", "agent"] = "rollout"
+    """Over all rollouts of a group, or for each agent over those in which it took part."""
     normalization: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
     """Weights w of the loss sum: 1/(R·T_rollout), 1/ΣT, 1/(R·L)."""
     constant_length: int = Field(default=1024, ge=1)

@@ -135,10 +135,14 @@ async def collect(run: Run, step: int) -> list[Collected]:
     """
     groups: list[Collected] = []
     for round_ in range(_rounds(run)):
-        missing = run.config.training.groups - len(kept(run, groups))
-        if missing <= 0:
+        found, wanted = len(kept(run, groups)), run.config.training.groups
+        if found >= wanted:
             break
-        groups += await _collect_round(run, step, round_, missing)
+        if round_:
+            run.display.say(
+                f"step {step + 1}: {found} of {wanted} groups have contrast; collecting, round {round_ + 1}"
+            )
+        groups += await _collect_round(run, step, round_, wanted - found)
     return groups
 
 

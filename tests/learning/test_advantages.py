@@ -1,5 +1,7 @@
 """What baselines and weights count, beside the values that ``test_algorithms`` compares."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,6 +27,7 @@ def targets(tokens: list[int]) -> Targets:
         token=np.zeros(len(rollout), np.int32),
         rollout=rollout,
         call=call.astype(np.int32),
+        agent=np.zeros(len(rollout), np.int32),
         logprob=np.zeros(len(rollout), np.float32),
         version=np.zeros(len(rollout), np.int32),
         temperature=np.ones(len(rollout), np.float32),
@@ -117,3 +120,15 @@ def test_the_defaults_are_grpo() -> None:
     """What the configuration documents as default is what GRPO means."""
     assert AlgorithmSection() == AlgorithmSection(name="grpo")
     assert not PRESETS["grpo"]
+
+
+def test_an_agents_baseline_is_over_the_rollouts_it_took_part_in() -> None:
+    """The second agent is absent from the rollout with the highest reward, and from the whole second group."""
+    two = replace(targets([2, 2, 1, 1, 1]), agent=np.array([0, 1, 0, 1, 0, 0, 0], np.int32))
+    given = [[0.0, 0.5, 1.0], [0.0, 1.0]]
+    plain = assign(given, two, AlgorithmSection(advantage="group_mean"))
+    assert plain.advantage.tolist() == [-0.5, -0.5, 0.0, 0.0, 0.5, -0.5, 0.5]
+    each = assign(given, two, AlgorithmSection(advantage="group_mean", baseline="agent"))
+    assert each.advantage.tolist() == [-0.5, -0.25, 0.0, 0.25, 0.5, -0.5, 0.5]
+    # What is divided by is as it was: R counts every rollout.
+    assert each.weight.tolist() == plain.weight.tolist()

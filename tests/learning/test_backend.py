@@ -15,8 +15,10 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from longrein.config import LoraSection
 from longrein.errors import LearnerError
 from longrein.forest.forest import Forest, IndexArray, grow
+from longrein.learning.adapters import attach
 from longrein.learning.attention import ForestView, forest_attention, use_forest_attention
 from longrein.learning.backend import Backend, Packed, Pull, check
 from longrein.learning.costs import Faster, choose_backend, measure, predict
@@ -68,6 +70,15 @@ def test_a_back_end_agrees_with_the_model(name: str) -> None:
     check(module, opened(module, name))
     assert module.get_input_embeddings().weight.grad is None
     assert float(module.model.norm.weight.grad.sum()) == 32
+
+
+def test_a_model_with_adapters_is_checked_too() -> None:
+    module = attach(llama(), LoraSection(rank=2)).get_base_model()
+    check(module, opened(module, "walk"))
+    with pytest.raises(LearnerError, match="'llama': the gradients"):
+        check(module, Detached(module))
+    assert not module.get_input_embeddings().weight.requires_grad
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("name", ["packed", "walk"])

@@ -24,6 +24,7 @@ def targets(rollout: list[int], call: list[int], logprob: list[float]) -> Target
         token=np.zeros(count, np.int32),
         rollout=np.array(rollout, np.int32),
         call=np.array(call, np.int32),
+        agent=np.zeros(count, np.int32),
         logprob=np.array(logprob, np.float32),
         version=np.zeros(count, np.int32),
         temperature=np.ones(count, np.float32),

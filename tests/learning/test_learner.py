@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,25 @@ def test_nothing_learned_says_why(batch: Any, says: str) -> None:
     report = learner.update(given)
     assert not report.learned and says in report.why_not
     assert same(before, snapshot(learner)) and learner.updates == 1
+
+
+def test_rollouts_that_were_all_cut_off_teach_nothing() -> None:
+    learner = models.learner({"cut_off": "mask"})
+    batch = make_batch(learner.module)
+    groups = [replace(g, rollouts=tuple(replace(each, cut_off=True) for each in g.rollouts)) for g in batch.groups]
+    report = learner.update(TrainBatch(tuple(groups)))
+    assert not report.learned and report.tokens_computed == 0
+    assert report.why_not == "every rollout was cut off, and algorithm.cut_off is mask"
+
+
+def test_epochs_and_mini_batches_are_optimizer_steps() -> None:
+    learner = models.learner({"epochs": 3, "mini_batches": 2}, learning_rate=1e-4)
+    report = learner.update(make_batch(learner.module))
+    # The second mini-batch is the group without contrast: no step of its own.
+    assert report.optimizer_steps == learner.updates == 3
+    assert report.learned and not report.why_not
+    assert report.micro_batches == 3 and report.tokens_computed == 3 * (12 + 3 * 12)
+    assert report.clip_fraction > 0
 
 
 def test_a_number_that_is_not_finite_is_never_stepped_on() -> None:

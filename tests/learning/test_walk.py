@@ -289,6 +289,25 @@ def test_autocast_computes_in_bfloat16() -> None:
     assert 1e-6 < float((found[0] - found[1]).norm() / found[0].norm()) < 0.1
 
 
+def test_many_branches_add_up_in_float32() -> None:
+    """In bfloat16, a sum of equal parts stops growing at 256 of them."""
+    count = 400
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SHAPE, "vocab_size": 512, "num_hidden_layers": 1})
+    module = LlamaForCausalLM(config).eval()
+    module.get_input_embeddings().weight.data[10:] = module.get_input_embeddings().weight.data[10]
+    found = []
+    for branches in (1, count):
+        module.zero_grad()
+        forest = forest_of([[1, 2, 3, 10 + branch] for branch in range(branches)])
+        rows = np.flatnonzero(forest.tokens >= 10)
+        Walk(module, torch.bfloat16).accumulate(
+            forest, rows, lambda _, hidden: torch.cos(torch.arange(32)) + 0 * hidden
+        )
+        found.append(torch.cat([module.model.layers[0].self_attn.v_proj.weight.grad.reshape(-1)]))
+    assert float((found[1] - count * found[0]).norm() / (count * found[0]).norm()) < 0.05
+
+
 def test_a_deep_forest_needs_no_deep_stack() -> None:
     depth = 200
     forest = forest_of([[0] * length + [1] for length in range(1, depth)])
@@ -343,6 +362,12 @@ def test_more_branches_take_no_more_memory() -> None:
 def test_a_long_path_takes_less_memory_where_less_is_kept() -> None:
     path = np.random.default_rng(0).integers(0, 60, 3_000).tolist()
     assert most_kept([path], 600) <= 0.6 * most_kept([path], 10_000)
+
+
+def test_copies_of_what_lies_above_count_as_kept() -> None:
+    """A path of many nodes, each of which has its own copy of the keys before it."""
+    turns = [[1, 2, 3, 4, 5] * turn + [9] for turn in range(1, 41)]
+    assert most_kept(turns, 200) <= 0.8 * most_kept(turns, 10_000)
 
 
 def test_the_same_module_serves_both_back_ends() -> None:

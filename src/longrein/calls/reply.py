@@ -31,7 +31,7 @@ def reply_message(
     """An assistant turn from the library's ``ParsedResponse``; ``offered`` says whether there were tools to call."""
     calls, malformed = [], []
     for call in parsed.tool_calls:
-        if offered and call.name and call.status in ("ok", "unknown_tool"):
+        if offered and call.name and isinstance(call.name, str) and call.status in ("ok", "unknown_tool"):
             calls.append(ToolCall("", call.name, arguments_text({} if call.arguments is None else call.arguments)))
         elif final:
             malformed.append(call.raw if call.token_span is None else decode(ids[slice(*call.token_span)]))
@@ -148,8 +148,9 @@ class GrowingReply:
             return self._as_text()
         try:
             return self._renderer.parse(self._ids, self._prompt_ids, self._tools, final=final)
-        except RecursionError:
-            # A call nested without end, as a model that repeats itself writes it, cannot be read.
+        except (RecursionError, ValueError):
+            # A call nested without end, or a number of thousands of digits, as a model that repeats itself writes them,
+            # cannot be read.
             return self._as_text()
 
     def _as_text(self) -> Message:

@@ -3,7 +3,7 @@
 
 The parser has found the calls; here the same names and values are found where the model wrote them, as characters of
 the completion's text, and each token is laid over the characters it decodes to. Nothing is tokenised again. A place
-counts only if the parser reads it: with the name's tokens doubled there, the call must be gone from the reply. So a
+counts only if the parser reads it: with other tokens in the name's place the call must be gone from the reply. So a
 call that is quoted, thought of or malformed has no role, and what cannot be placed beyond doubt is not guessed.
 
 The action is the tool's name. An argument is a value as it was written: a string without its quotes, any other JSON
@@ -15,7 +15,7 @@ over several roles takes the one that holds most bytes of its characters; of equ
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +127,14 @@ class RoleReader:
             return Reading(none)
         if not all(isinstance(call.name, str) for call in calls):
             return Reading(none, f"a tool's name is no text: {_named(calls)}")
+
+        def called(other: list[int]) -> Sequence[ToolCall]:
+            return self._renderer.parse(other, prompt_ids, tools).tool_calls
+
         try:
             text = self._said(ids)
             spans = self._spans(ids, text)
-            found = self._found(text, calls, _Trial(self._renderer, list(ids), spans, prompt_ids, tools))
+            found = _found(text, calls, _Trial(called, ids, spans, self._anchor))
         except _Unknown as why:
             return Reading(none, str(why))
         except RecursionError:
@@ -171,65 +175,64 @@ class RoleReader:
             yield from zip([at, *inner], [*(start + 1 for start in inner), at + len(said)], strict=True)
             at, first = at + len(said), after
 
-    def _found(self, text: str, calls: Sequence[ToolCall], trial: "_Trial") -> list[Place]:
-        # A reply that was cut at a stop text may have fewer calls than its tokens.
-        if not _same(trial.usual[: len(calls)], calls):
-            raise _Unknown(f"the tokens do not say the reply's calls: {_named(calls)}")
-        places = _places(text, calls)
-        if _same([place.call for place in places], calls) and not trial.stays(places):
-            return places
-        if len(places) > MOST_PLACES:
-            raise _Unknown(f"{len(places)} places read like the reply's calls: {_named(calls)}")
-        places = [place for place in places if trial.counts(place)][: len(calls)]
-        if not _same([place.call for place in places], calls):
-            raise _Unknown(f"the reply's calls are not written in a known form: {_named(calls)}")
-        return places
-
 
 class _Trial:
-    """A completion read again with the name of a call doubled, to see whether the parser reads it there."""
+    """A completion read again with other tokens for the name of a call, to see whether the parser reads it there.
+
+    Args:
+        read: the calls in tokens.
+        filler: tokens of a letter.
+    """
 
     def __init__(
-        self,
-        renderer: Renderer,
-        ids: list[int],
-        spans: Spans,
-        prompt_ids: list[int],
-        tools: Sequence[Tool],
+        self, read: Callable[[list[int]], Sequence[ToolCall]], ids: Sequence[int], spans: Spans, filler: list[int]
     ) -> None:
-        self._renderer = renderer
+        self._read = read
         self._ids = ids
         self._starts, self._ends = spans
-        self._prompt_ids = prompt_ids
-        self._tools = tools
+        self._filler = filler
 
     @functools.cached_property
     def usual(self) -> Sequence[ToolCall]:
         """The calls as they are."""
-        return self._read([])
+        return self._read(list(self._ids))
 
     def stays(self, places: Sequence[Place]) -> bool:
-        """Whether any of the calls at ``places`` is still read when all their names are doubled."""
+        """Whether any of the calls at ``places`` is still read when all of them have other names."""
         said = {_key(place.call) for place in places}
-        return any(_key(call) in said for call in self._read(places))
+        return any(_key(call) in said for call in self._renamed(places))
 
     def counts(self, place: Place) -> bool:
-        """Whether other calls are read when the name at ``place`` is doubled."""
-        return not _same(self._read([place]), self.usual)
+        """Whether other calls are read when the one at ``place`` has another name."""
+        return not _same(self._renamed([place]), self.usual)
 
-    def _read(self, doubled: Sequence[Place]) -> Sequence[ToolCall]:
+    def _renamed(self, places: Sequence[Place]) -> Sequence[ToolCall]:
         ids = list(self._ids)
-        for place in reversed(doubled):
-            first, after = self._tokens(place.name)
-            ids[after:after] = self._ids[first:after]
+        for place in reversed(places):
+            start, end = place.name
+            first = int(np.searchsorted(self._ends, start, "right"))
+            after = int(np.searchsorted(self._starts, end, "left"))
+            # Longer than the name, so that it is another one.
+            ids[first:after] = self._filler * (end - start + 1)
         try:
-            return self._renderer.parse(ids, self._prompt_ids, self._tools).tool_calls
+            return self._read(ids)
         except MISFITS as error:
-            raise _Unknown(f"the parser fails on a call with its name doubled: {error!r}") from None
+            raise _Unknown(f"the parser fails where a call has another name: {error!r}") from None
 
-    def _tokens(self, span: Span) -> tuple[int, int]:
-        first = int(np.searchsorted(self._ends, span[0], "right"))
-        return first, int(np.searchsorted(self._starts, span[1], "left"))
+
+def _found(text: str, calls: Sequence[ToolCall], trial: _Trial) -> list[Place]:
+    # A reply that was cut at a stop text may have fewer calls than its tokens.
+    if not _same(trial.usual[: len(calls)], calls):
+        raise _Unknown(f"the tokens do not say the reply's calls: {_named(calls)}")
+    places = _places(text, calls)
+    if _same([place.call for place in places], calls) and not trial.stays(places):
+        return places
+    if len(places) > MOST_PLACES:
+        raise _Unknown(f"{len(places)} places read like the reply's calls: {_named(calls)}")
+    places = [place for place in places if trial.counts(place)][: len(calls)]
+    if not _same([place.call for place in places], calls):
+        raise _Unknown(f"the reply's calls are not written in a known form: {_named(calls)}")
+    return places
 
 
 def _key(call: ToolCall) -> tuple[str, str]:

@@ -24,6 +24,7 @@ class Targets:
         row: (T,) int64, packed index of the token that predicts it.
         token: (T,) int32, the token predicted.
         rollout, call: (T,) int32, indices into the batch's rollouts and into its trainable calls.
+        agent: (T,) int32, index among the names of the agents that made calls.
         logprob: (T,) float32, the sampler's.
         version: (T,) int32, the policy version that sampled it.
         temperature: (T,) float32, what logits are divided by; 1 for a greedy call.
@@ -34,6 +35,7 @@ class Targets:
     token: IntArray
     rollout: IntArray
     call: IntArray
+    agent: IntArray
     logprob: FloatArray
     version: IntArray
     temperature: FloatArray
@@ -83,11 +85,13 @@ def harvest(rollouts: Sequence[Sequence[Call]]) -> Harvest:
     def per_token(values: Iterable[NDArray[Any]], dtype: type) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *values]).astype(dtype, copy=False)
 
+    agents = sorted({call.agent for _, call in planted})
     targets = Targets(
         row=per_token((path[-count - 1 : -1] for path, count in zip(paths, counts, strict=True)), np.int64),
         token=per_token((call.completion_ids for _, call in planted), np.int32),
         rollout=per_call((rollout for rollout, _ in planted), np.int32),
         call=per_call(range(len(planted)), np.int32),
+        agent=per_call((agents.index(call.agent) for _, call in planted), np.int32),
         logprob=per_token((call.logprobs for _, call in planted), np.float32),
         version=per_token((call.versions for _, call in planted), np.int32),
         temperature=per_call((call.temperature or 1.0 for _, call in planted), np.float32),

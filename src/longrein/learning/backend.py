@@ -92,16 +92,28 @@ def check(module: PreTrainedModel, backend: Backend) -> None:
         found = module.get_output_embeddings()(backend.hidden(forest, places))
         plain = torch.cat([module(row[None], use_cache=False).logits[0] for row in rows])
     _compare(module, "logits", found, plain)
-    # What reaches the bottom has passed through every layer, and from branches through what they share.
+    found, plain = _gradients_below(module, backend, rows, forest, places)
+    _compare(module, "gradients", found, plain)
+
+
+def _gradients_below(
+    module: PreTrainedModel, backend: Backend, rows: list[Tensor], forest: Forest, places: IndexArray
+) -> tuple[Tensor, Tensor]:
+    """Of the embedding, which is trained for so long: what gets there has come through every layer, and from branches
+    through what they share.
+    """
     bottom = module.get_input_embeddings().weight
-    if not bottom.requires_grad:
-        return
-    pulls = torch.sin(torch.arange(len(places) * bottom.shape[1])).view(len(places), -1).to(bottom)
-    states = torch.cat([module.base_model(row[None], use_cache=False).last_hidden_state[0] for row in rows])
-    (wanted,) = torch.autograd.grad(states, bottom, pulls.to(states.dtype))
-    with gradients_apart(module):
-        backend.accumulate(forest, places, lambda ready, _: pulls[torch.from_numpy(ready).to(bottom.device)])
-        _compare(module, "gradients", bottom.grad if bottom.grad is not None else torch.zeros_like(bottom), wanted)
+    trained = bottom.requires_grad
+    bottom.requires_grad_()
+    try:
+        states = torch.cat([module.base_model(row[None], use_cache=False).last_hidden_state[0] for row in rows])
+        pulls = torch.sin(torch.arange(states.numel())).view(states.shape).to(states)
+        (plain,) = torch.autograd.grad(states, bottom, pulls)
+        with gradients_apart(module):
+            backend.accumulate(forest, places, lambda ready, _: pulls[torch.from_numpy(ready).to(pulls.device)])
+            return torch.zeros_like(plain) if bottom.grad is None else bottom.grad, plain
+    finally:
+        bottom.requires_grad_(trained)
 
 
 @contextmanager

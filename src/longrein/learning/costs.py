@@ -31,7 +31,8 @@ def choose_backend(module: PreTrainedModel, precision: torch.dtype, wanted: Want
     """The back end asked for; with ``auto``, the faster one for each forest, of those that can compute the model.
 
     Args:
-        module: a transformers causal language model, in evaluation mode, with no adapters yet.
+        module: a transformers causal language model, in evaluation mode, with the adapters that it is to have: what a
+            node costs depends on how many parameters are trained.
         precision: autocast dtype; the parameters' own dtype means no autocast.
 
     Raises:

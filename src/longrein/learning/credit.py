@@ -1,5 +1,6 @@
 """From rewards to one advantage and one weight per target, fixed before anything is dropped, cut or packed."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,8 +53,7 @@ def assign(
         process: of each group, of each rollout, one value for each of its calls; needed where they have a coefficient.
         masked: (R,) rollouts of which nothing is trained; they count in baselines and in R.
     """
-    worth = np.concatenate([np.zeros(0), *advantages(rewards, algorithm.advantage)])  # (R,)
-    advantage = worth[targets.rollout]
+    advantage = _rollout_advantages(rewards, targets, algorithm)
     if algorithm.discount < 1:
         advantage = advantage * algorithm.discount ** _calls_to_come(targets)
     if algorithm.process.coefficient:
@@ -61,7 +61,25 @@ def assign(
         advantage = advantage + algorithm.process.coefficient * of_calls[targets.call]
     trained = np.ones(len(targets), bool) if masked is None else ~masked[targets.rollout]
     contrast = sum(has_contrast(group) for group in rewards)
-    return _weighed(advantage, targets, algorithm, trained, len(worth), len(rewards), contrast)
+    return _weighed(advantage, targets, algorithm, trained, sum(map(len, rewards)), len(rewards), contrast)
+
+
+def _rollout_advantages(rewards: Sequence[Sequence[float]], targets: Targets, algorithm: AlgorithmSection) -> Values:
+    """(T,) against the baseline of the whole group, or of its rollouts in which the target's agent took part."""
+    if algorithm.baseline == "rollout":
+        return np.concatenate([np.zeros(0), *advantages(rewards, algorithm.advantage)])[targets.rollout]
+    found = np.zeros(len(targets))
+    starts = np.cumsum([0, *(len(group) for group in rewards)])
+    for agent in np.unique(targets.agent):
+        mine = targets.agent == agent
+        present = np.zeros(starts[-1], bool)
+        present[targets.rollout[mine]] = True
+        chosen = [present[start:stop] for start, stop in itertools.pairwise(starts)]
+        of_agent = [np.asarray(group)[each].tolist() for group, each in zip(rewards, chosen, strict=True)]
+        worth = np.zeros(starts[-1])
+        worth[present] = np.concatenate([np.zeros(0), *advantages(of_agent, algorithm.advantage)])
+        found[mine] = worth[targets.rollout[mine]]
+    return found
 
 
 def share(

@@ -58,6 +58,7 @@ class _Node:
         first, last: which of the rows, in the order of tokens, lie in it.
         inner: whether it has children.
         height: memory it takes with the highest path below it, in tokens.
+        twice: whether its activations are not kept, but computed once more.
         picked: (K, d) hidden states at its rows.
         made: for each layer, what it hands to its children, with the graph that made it.
         given: the same, detached, where its gradient is gathered; layers of linear attention only.
@@ -71,9 +72,14 @@ class _Node:
     last: int
     inner: bool = False
     height: float = 0.0
+    twice: bool = False
     picked: Tensor | None = None
     made: list[State] = field(default_factory=list)
     given: list[State] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """What the forward pass made; not what it gave its children."""
+        self.picked, self.made = None, []
 
 
 class Walk:
@@ -93,8 +99,6 @@ class Walk:
         self._module = module
         self._precision = precision
         self._kept = kept
-        if getattr(module.config, "attn_logit_softcapping", None) and module.config._attn_implementation == "sdpa":
-            module.set_attn_implementation("eager")  # sdpa refuses capped scores
         own = str(module.config._attn_implementation)
         self._implementation = "sdpa" if own == IMPLEMENTATION else own
         _layers(module, 0)
@@ -108,7 +112,9 @@ class Walk:
                 if entered:
                     self._compute(forest, rows[order], node, layers)
                     found.append(node.picked)
-                    node.picked = None
+                    node.forget()
+                else:
+                    node.given = []
         back = torch.from_numpy(np.argsort(order)).to(self._device)
         return torch.cat([states for states in found if states is not None]).index_select(0, back)
 
@@ -117,13 +123,14 @@ class Walk:
         with self._own_attention():
             layers = _layers(self._module, _longest(forest))
             for node, entered in _visits(_nodes(forest, rows[order], self._kept)):
-                if entered:
-                    with torch.set_grad_enabled(node.height <= self._kept):
+                if entered and node.twice:
+                    with torch.no_grad():
                         self._compute(forest, rows[order], node, layers)
-                    continue
-                if node.height > self._kept:
+                    node.forget()
+                elif entered or node.twice:
                     self._compute(forest, rows[order], node, layers)
-                _backward(node, layers, order, pull)
+                if not entered:
+                    _backward(node, layers, order, pull)
 
     def _compute(self, forest: Forest, rows: IndexArray, node: _Node, layers: list[Any]) -> None:
         """Forward: fills in ``picked``, ``made`` and, the first time, ``given``."""
@@ -171,7 +178,8 @@ def _backward(node: _Node, layers: list[Any], order: IndexArray, pull: Pull) -> 
                 if gradient is not None and output.requires_grad:
                     outputs.append(output)
                     gradients.append(gradient.to(output.dtype))
-    node.picked, node.made, node.given = None, [], []
+    node.forget()
+    node.given = []
     if outputs:
         torch.autograd.backward(outputs, gradients)
 
@@ -198,6 +206,8 @@ def _nodes(forest: Forest, rows: IndexArray, kept: int) -> list[_Node]:
         if node.above is not None:
             node.above.inner = True
             node.above.height = max(node.above.height, node.height)
+        # A node without children is done at once.
+        node.twice = node.inner and node.height > kept
     return nodes
 
 
