@@ -9,7 +9,7 @@ DEMO := examples/demo/config.yaml
 SET ?=
 HARNESSES ?=
 
-.PHONY: install demo demo-seeds test properties check e2e bench harness-matrix harness-by-heart clean
+.PHONY: install demo demo-seeds test properties check e2e bench algorithms peers harness-matrix harness-by-heart clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +61,14 @@ e2e: $(VENV)/.installed
 
 bench: $(VENV)/.demo
 	for part in engine learner gateway streams; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/$$part.py || exit 1; done
+
+# Whether the algorithms learn: whole small runs, three seeds of each; writes docs/algorithms.md. Quarter of an hour.
+algorithms: $(VENV)/.installed
+	$(BIN)/python -m tests.rising
+
+# The algorithms beside verl's and TRL's, in an environment of its own; writes docs/algorithms.md.
+peers: $(VENV)/.installed
+	$(BIN)/python bench/peers.py
 
 # Every known harness, installed from its registry (about 6 GB), through a whole tool loop; writes docs/harnesses.md.
 # HARNESSES="codex pi" does these alone.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jinja2
 import numpy as np
 
-from longrein.calls import hermes
+from longrein.calls import hermes, tagged
 from longrein.calls.conversation import Conversation, Message, Tool, ToolCall, parsed_arguments, same_message
 from longrein.calls.rendering import (
     PROBE_TOOL,
@@ -183,6 +183,8 @@ class TemplateRenderer:
         ids = completion_ids[:-1] if completion_ids and completion_ids[-1] in self.stop_ids else completion_ids
         reader = self._tool_reader if tools else self._plain_reader
         parsed = reader.parse_response(ids, prompt_ids=prompt_ids)
+        if tools and self._parser in tagged.VALUES:
+            parsed = tagged.typed(parsed, self._parser, tools)
         if self._parser != "hermes" or not tools:
             return reply_message(parsed, ids, self.decode, offered=bool(tools), final=final)
         content, blocks = hermes.split(parsed.content)
