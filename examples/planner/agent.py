@@ -3,7 +3,6 @@
 It knows nothing of training. Each agent is a model name at one endpoint, as it would be in production.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -12,24 +11,33 @@ from openai import OpenAI
 
 client = OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY
 
-PLANNER = [
-    {"role": "system", "content": "Name the specialist for the task, writer or mover, and say what it is to do."},
-    {"role": "user", "content": 'Put "hello" into greet.txt.'},
-    {"role": "assistant", "content": 'writer: write "hello" to greet.txt'},
-    {"role": "user", "content": "Rename old.txt to new.txt."},
-    {"role": "assistant", "content": "mover: move old.txt to new.txt"},
-]
+
+def turns(system: str, *pairs: tuple[str, str]) -> list[dict[str, str]]:
+    """What an agent is shown before its request: its instructions and a few examples."""
+    said = [{"role": "system", "content": system}]
+    for request, reply in pairs:
+        said += [{"role": "user", "content": request}, {"role": "assistant", "content": reply}]
+    return said
+
+
+PLANNER = turns(
+    "Name the specialist for the task, writer or mover, and say what it is to do.",
+    ('Put "hello" into greet.txt.', 'writer: write "hello" to greet.txt'),
+    ("Rename old.txt to new.txt.", "mover: move old.txt to new.txt"),
+    ('Put "seven" into number.txt.', 'writer: write "seven" to number.txt'),
+    ("Rename a.txt to b.txt.", "mover: move a.txt to b.txt"),
+)
 SPECIALISTS = {
-    "writer": [
-        {"role": "system", "content": "Write the file with one shell command in a ```bash block."},
-        {"role": "user", "content": 'write "seven" to number.txt'},
-        {"role": "assistant", "content": '```bash\necho "seven" > number.txt\n```'},
-    ],
-    "mover": [
-        {"role": "system", "content": "Move the file with one shell command in a ```bash block."},
-        {"role": "user", "content": "move a.txt to b.txt"},
-        {"role": "assistant", "content": "```bash\nmv a.txt b.txt\n```"},
-    ],
+    "writer": turns(
+        "Write the file with one shell command in a ```bash block.",
+        ('write "hello" to greet.txt', '```bash\necho "hello" > greet.txt\n```'),
+        ('write "seven" to number.txt', '```bash\necho "seven" > number.txt\n```'),
+    ),
+    "mover": turns(
+        "Move the file with one shell command in a ```bash block.",
+        ("move old.txt to new.txt", "```bash\nmv old.txt new.txt\n```"),
+        ("move a.txt to b.txt", "```bash\nmv a.txt b.txt\n```"),
+    ),
 }
 
 

@@ -467,7 +467,10 @@ class LoraSection(Section):
 class LearnerSection(Section):
     """What makes the update."""
 
-    kind: Literal["embedded"] = "embedded"
+    kind: Literal["embedded", "fsdp"] = "embedded"
+    """In this process, or in ``ranks`` processes of this node that share the layers (FSDP2)."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes of ``fsdp``; on GPUs each has one of its own."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast dtype over float32 master weights; ``auto`` takes the faster by a start-up probe."""
     lora: LoraSection | None = None
@@ -482,9 +485,10 @@ class LearnerSection(Section):
     grad_clip: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Forest tokens computed at once."""
-    forest: Literal["auto", "packed", "walk"] = "auto"
-    """How a forest is computed: all of a micro-batch at once, or node by node with the memory of one path; ``auto``
-    takes the faster of those that the model allows, by a measured cost model."""
+    forest: Literal["auto", "fastest", "packed", "walk"] = "auto"
+    """How a forest is computed: all of a micro-batch at once (``packed``), or node by node with the memory of one path
+    (``walk``); ``auto`` walks only models that cannot be packed; ``fastest`` predicts for each forest which is faster,
+    from a few passes timed at the start."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
     threads: int | Literal["auto"] = "auto"

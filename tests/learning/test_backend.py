@@ -114,7 +114,8 @@ def test_a_gradient_that_is_lost_is_found_out() -> None:
 def test_the_back_end_asked_for_is_taken() -> None:
     assert isinstance(choose_backend(llama(), torch.float32, "packed"), Packed)
     assert isinstance(choose_backend(llama(), torch.float32, "walk"), Walk)
-    assert isinstance(choose_backend(llama(), torch.float32), Faster)
+    assert isinstance(choose_backend(llama(), torch.float32, "fastest"), Faster)
+    assert isinstance(choose_backend(llama(), torch.float32), Packed)
 
 
 def test_a_model_with_attention_of_its_own_is_walked() -> None:

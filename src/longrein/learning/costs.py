@@ -21,14 +21,23 @@ from longrein.learning.attention import use_forest_attention
 from longrein.learning.backend import Backend, Packed, Pull, check, gradients_apart
 from longrein.learning.walk import Walk
 
-Wanted = Literal["auto", "packed", "walk"]
+Wanted = Literal["auto", "fastest", "packed", "walk"]
+
+# What is tried, in order. The walk before the packed pass: it computes with the attention that the module has by itself.
+TRIED: Mapping[Wanted, tuple[str, ...]] = {
+    "auto": ("packed", "walk"),
+    "fastest": ("walk", "packed"),
+    "packed": ("packed",),
+    "walk": ("walk",),
+}
 
 # Forests that are timed: tokens of the trunk, branches, tokens of each.
 PROBES = ((32, 0, 0), (384, 0, 0), (32, 8, 4))
 
 
 def choose_backend(module: PreTrainedModel, precision: torch.dtype, wanted: Wanted = "auto") -> Backend:
-    """The back end asked for; with ``auto``, the faster one for each forest, of those that can compute the model.
+    """The back end asked for: with ``auto``, the packed pass where it can compute the model and else the walk; with
+    ``fastest``, for each forest whichever is predicted to be faster, of those that can compute the model.
 
     Args:
         module: a transformers causal language model, in evaluation mode, with the adapters that it is to have: what a
@@ -40,13 +49,15 @@ def choose_backend(module: PreTrainedModel, precision: torch.dtype, wanted: Want
     """
     found: dict[str, Backend] = {}
     why: list[str] = []
-    # The walk first: it computes with the attention that the module has by itself.
-    for name in ("walk", "packed"):
-        if wanted in (name, "auto"):
-            try:
-                found[name] = _open(module, precision, name)
-            except LearnerError as error:
-                why.append(str(error))
+    for name in TRIED[wanted]:
+        if found and wanted == "auto":
+            break
+        own = module.config._attn_implementation
+        try:
+            found[name] = _open(module, precision, name)
+        except LearnerError as error:
+            why.append(str(error))
+            module.set_attn_implementation(own)
     if not found:
         raise LearnerError(" ".join(why))
     return next(iter(found.values())) if len(found) == 1 else Faster(module, found)
