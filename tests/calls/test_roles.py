@@ -474,6 +474,24 @@ def test_deepseek_v3s_own_form_through_its_template(tmp_path: Path) -> None:
     holds(renderer, marked(text), ("bash", {"text": "ls é", "count": 5}), ("bash", {}))
 
 
+CODER_CALLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}{% for c in m['tool_calls'] %}<tool_call>\n<function={{ c['function']['name'] }}>\n"
+    "{% for k, v in c['function']['arguments'].items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_in_tags_through_a_template(tmp_path: Path) -> None:
+    renderer = own(families.small_tokenizer(tmp_path, QWEN, "<|im_end|>", CODER_CALLS), renderer="template")
+    text = (
+        "bash:<tool_call>\n<function=¹bash¹>\n<parameter=text>\n²ls é²\n</parameter>\n<parameter=count>\n²5²\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=¹bash¹>\n</function>\n</tool_call><|im_end|>"
+    )
+    holds(renderer, marked(text), ("bash", {"text": "ls é", "count": 5}), ("bash", {}))
+
+
 def sentencepiece_tokenizer(directory: Path) -> Path:
     """Pieces with ``▁`` for a space and bytes for what has no piece, as Llama 2 and Mistral write text."""
     letters = [chr(code) for code in range(33, 127)] + ["▁", "▁bash", "ls", '▁"', '":', "tool", '"}', "é", "本", '本"}']
@@ -592,11 +610,6 @@ def test_a_reply_that_the_tokens_do_not_say_is_said_so(opened: Opened) -> None:
     ):
         ids, read, _ = reading(renderer, text, reply=made_up)
         assert read.unknown and read.roles.tolist() == [Role.OTHER] * len(ids)
-
-
-def test_names_that_are_no_text_are_said_so(opened: Opened) -> None:
-    _, read, reply = reading(opened("qwen3"), '<tool_call>{"name": {"a": 1}, "arguments": {}}</tool_call><|im_end|>')
-    assert len(reply.tool_calls) == 1 and "no text" in read.unknown
 
 
 def test_very_deep_arguments_do_no_harm(opened: Opened) -> None:

@@ -3,8 +3,8 @@
 
 The parser has found the calls; here the same names and values are found where the model wrote them, as characters of
 the completion's text, and each token is laid over the characters it decodes to. Nothing is tokenised again. A place
-counts only if the parser reads it: with other tokens in the name's place the call must be gone from the reply. So a
-call that is quoted, thought of or malformed has no role, and what cannot be placed beyond doubt is not guessed.
+counts only if the parser reads it: without the name's tokens the call must be gone from the reply. So a call that is
+quoted, thought of or malformed has no role, and what cannot be placed beyond doubt is not guessed.
 
 The action is the tool's name. An argument is a value as it was written: a string without its quotes, any other JSON
 value with all its punctuation. All else (text, thinking, tags, argument names, JSON between values) is other. A token
@@ -125,8 +125,6 @@ class RoleReader:
         none = np.full(len(ids), Role.OTHER, np.uint8)
         if not calls:
             return Reading(none)
-        if not all(isinstance(call.name, str) for call in calls):
-            return Reading(none, f"a tool's name is no text: {_named(calls)}")
 
         def called(other: list[int]) -> Sequence[ToolCall]:
             return self._renderer.parse(other, prompt_ids, tools).tool_calls
@@ -134,7 +132,7 @@ class RoleReader:
         try:
             text = self._said(ids)
             spans = self._spans(ids, text)
-            found = _found(text, calls, _Trial(called, ids, spans, self._anchor))
+            found = _found(text, calls, _Trial(called, ids, spans))
         except _Unknown as why:
             return Reading(none, str(why))
         except RecursionError:
@@ -177,20 +175,16 @@ class RoleReader:
 
 
 class _Trial:
-    """A completion read again with other tokens for the name of a call, to see whether the parser reads it there.
+    """A completion read again without the name of a call, to see whether the parser reads it there.
 
     Args:
         read: the calls in tokens.
-        filler: tokens of a letter.
     """
 
-    def __init__(
-        self, read: Callable[[list[int]], Sequence[ToolCall]], ids: Sequence[int], spans: Spans, filler: list[int]
-    ) -> None:
+    def __init__(self, read: Callable[[list[int]], Sequence[ToolCall]], ids: Sequence[int], spans: Spans) -> None:
         self._read = read
         self._ids = ids
         self._starts, self._ends = spans
-        self._filler = filler
 
     @functools.cached_property
     def usual(self) -> Sequence[ToolCall]:
@@ -198,26 +192,25 @@ class _Trial:
         return self._read(list(self._ids))
 
     def stays(self, places: Sequence[Place]) -> bool:
-        """Whether any of the calls at ``places`` is still read when all of them have other names."""
+        """Whether any of the calls at ``places`` is still read without their names."""
         said = {_key(place.call) for place in places}
-        return any(_key(call) in said for call in self._renamed(places))
+        return any(_key(call) in said for call in self._nameless(places))
 
     def counts(self, place: Place) -> bool:
-        """Whether other calls are read when the one at ``place`` has another name."""
-        return not _same(self._renamed([place]), self.usual)
+        """Whether other calls are read without the name at ``place``."""
+        return not _same(self._nameless([place]), self.usual)
 
-    def _renamed(self, places: Sequence[Place]) -> Sequence[ToolCall]:
+    def _nameless(self, places: Sequence[Place]) -> Sequence[ToolCall]:
         ids = list(self._ids)
         for place in reversed(places):
             start, end = place.name
             first = int(np.searchsorted(self._ends, start, "right"))
             after = int(np.searchsorted(self._starts, end, "left"))
-            # Longer than the name, so that it is another one.
-            ids[first:after] = self._filler * (end - start + 1)
+            del ids[first:after]
         try:
             return self._read(ids)
         except MISFITS as error:
-            raise _Unknown(f"the parser fails where a call has another name: {error!r}") from None
+            raise _Unknown(f"the parser fails where a call has no name: {error!r}") from None
 
 
 def _found(text: str, calls: Sequence[ToolCall], trial: _Trial) -> list[Place]:
@@ -244,7 +237,7 @@ def _same(one: Sequence[ToolCall], other: Sequence[ToolCall]) -> bool:
 
 
 def _named(calls: Sequence[ToolCall]) -> str:
-    return ", ".join(str(call.name) for call in calls)
+    return ", ".join(call.name for call in calls)
 
 
 # ---- calls in a text
