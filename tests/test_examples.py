@@ -13,7 +13,9 @@ from longrein.run import load_tasks
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["demo/config.yaml", "inhouse/config.yaml", "planner/joint.yaml", "planner/central.yaml", "full.yaml"])
+@pytest.mark.parametrize(
+    "name", ["demo/config.yaml", "inhouse/config.yaml", "planner/joint.yaml", "planner/central.yaml", "full.yaml"]
+)
 def test_an_example_loads_with_its_tasks(name: str) -> None:
     tasks, held_out = load_tasks(load(EXAMPLES / name))
     assert tasks

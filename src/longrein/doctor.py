@@ -20,6 +20,7 @@ from longrein.calls.rendering import Renderer, check_renderer, open_renderer
 from longrein.config import Config
 from longrein.engines import weights
 from longrein.errors import LongreinError
+from longrein.learning import fsdp
 from longrein.learning.adapters import check_targets
 from longrein.learning.process import open_hook
 from longrein.records import Task
@@ -127,6 +128,7 @@ def _prompt_tokens(renderer: Renderer, task: Task) -> int:
 def _learner(config: Config, model: Path) -> tuple[str, None]:
     if config.algorithm.process.hook is not None:
         open_hook(config.algorithm.process.hook)
+    fsdp.check(config.learner, config.algorithm, config.agents.policies)
     if config.learner.lora is None:
         return f"{config.algorithm.name}, all weights", None
     check_targets(weights.skeleton(model), config.learner.lora)

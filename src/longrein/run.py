@@ -6,7 +6,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from longrein.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+    from transformers import PreTrainedModel
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,6 +109,7 @@ async def opened(config: Config, display: Display) -> AsyncIterator[Run]:
         stack.callback(compute.executor.shutdown)
         display.say(f"loading {config.model.path}")
         learner, engine = await compute(_load, config, model, compute.executor)
+        stack.callback(learner.close)
         stack.push_async_callback(engine.close)
         display.say(f"{engine.describe()}; {learner.describe()}")
         gateway = Gateway(
@@ -145,7 +147,14 @@ def _load(config: Config, model: Path, executor: ThreadPoolExecutor) -> tuple[Le
     trained = config.agents.policies
     served = [*trained, *([BASE] if config.agents.serves_base else [])]
     learner = open_learner(model, config.learner, config.algorithm, config.training.steps, trained)
-    module = learner.module
+    try:
+        return learner, _engine(config, learner.module, served, executor)
+    except BaseException:
+        learner.close()
+        raise
+
+
+def _engine(config: Config, module: "PreTrainedModel", served: Sequence[str], executor: ThreadPoolExecutor) -> Engine:
     choice = probe.choose(module, config.engine.dtype, config.engine.threads)
     # Fresh adapters add nothing yet: every policy begins as the base.
     engines = {
@@ -162,7 +171,7 @@ def _load(config: Config, model: Path, executor: ThreadPoolExecutor) -> tuple[Le
         )
         for policy in served
     }
-    return learner, engines[POLICY] if len(engines) == 1 else SeveralPolicies(engines)
+    return engines[POLICY] if len(engines) == 1 else SeveralPolicies(engines)
 
 
 def _limits(config: Config) -> Limits:

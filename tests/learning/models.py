@@ -29,8 +29,13 @@ def exact_model(family: Family = "llama") -> PreTrainedModel:
 
     Its norms are torch's: transformers' compute in float32 whatever their input, which would hide differences.
     """
-    module = AutoModelForCausalLM.from_pretrained(
-        directory(family), dtype=torch.float64, attn_implementation="sdpa"
+    return exact(directory(family))
+
+
+def exact(saved: Path) -> PreTrainedModel:
+    """The same of a directory."""
+    module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        saved, dtype=torch.float64, attn_implementation="sdpa"
     ).eval()
     for name, layer in list(module.named_modules()):
         if type(layer).__name__.endswith("RMSNorm"):

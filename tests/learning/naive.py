@@ -42,6 +42,7 @@ class Turn:
 
     tokens: Sequence[Token]
     reward: float | None = None
+    agent: str = "main"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ def optimizer_steps(groups: int, algorithm: AlgorithmSection) -> list[list[int]]
 
 def loss(groups: Groups, algorithm: AlgorithmSection, chosen: Collection[int]) -> Tensor:
     """The loss of an optimizer step on the chosen groups; baselines are taken over all of them."""
-    worth = advantages([[reward_of(attempt, algorithm) for attempt in group] for group in groups], algorithm.advantage)
     total = torch.zeros((), dtype=torch.float64)
     for number in sorted(chosen):
         for place, attempt in enumerate(groups[number]):
@@ -78,7 +78,8 @@ def loss(groups: Groups, algorithm: AlgorithmSection, chosen: Collection[int]) -
                 continue
             weight = weight_of(attempt, [groups[index] for index in sorted(chosen)], algorithm)
             for index, turn in enumerate(attempt.turns):
-                advantage = worth[number][place] * algorithm.discount ** (len(attempt.turns) - 1 - index)
+                advantage = worth(groups, number, place, turn.agent, algorithm)
+                advantage *= algorithm.discount ** (len(attempt.turns) - 1 - index)
                 if algorithm.process.coefficient != 0:
                     extra = process_advantage(groups[number], attempt, index, algorithm)
                     advantage += algorithm.process.coefficient * extra
@@ -99,6 +100,20 @@ def reward_of(attempt: Attempt, algorithm: AlgorithmSection) -> float:
     if length <= longest:
         return attempt.reward + ((longest - buffer) - length) / buffer
     return attempt.reward - 1
+
+
+def worth(groups: Groups, number: int, place: int, agent: str, algorithm: AlgorithmSection) -> float:
+    """The advantage of a rollout: of its group's rollouts, or of those in which this agent took part."""
+    rewards: list[list[float]] = []
+    column = 0
+    for group in groups:
+        rewards.append([])
+        for index, attempt in enumerate(group):
+            if group is groups[number] and index == place:
+                column = len(rewards[-1])
+            if algorithm.baseline == "rollout" or agent in [turn.agent for turn in attempt.turns]:
+                rewards[-1].append(reward_of(attempt, algorithm))
+    return advantages(rewards, algorithm.advantage)[number][column]
 
 
 def alike(rewards: Sequence[float]) -> bool:

@@ -64,7 +64,7 @@ def _attempt(
                     reference=0.0 if known is None else float(known[place]),
                 )
             )
-        turns.append(Turn(tokens, reward))
+        turns.append(Turn(tokens, reward, call.agent))
     return Attempt(rollout.reward, turns, rollout.cut_off)
 
 

@@ -29,8 +29,10 @@ EXAMPLES = int(os.environ.get("LONGREIN_EXAMPLES", "150"))
 MANY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROWS, VOCABULARY = 5, 4
 JUDGED = (None, 0.0, 0.5, 1.0)
+AGENTS = ("main", "main", "helper")
 KEYS: dict[str, list[Any]] = {
     "advantage": ["group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "reward"],
+    "baseline": ["rollout", "agent"],
     "normalization": ["rollout_mean", "token_mean", "constant"],
     "constant_length": [1, 7, 1024],
     "discount": [1.0, 0.9, 0.5],
@@ -100,7 +102,11 @@ def random_groups(
 
     def attempt() -> Attempt:
         turns = [
-            Turn([token() for _ in range(random.integers(1, 4))], JUDGED[int(random.integers(4))])
+            Turn(
+                [token() for _ in range(random.integers(1, 4))],
+                JUDGED[int(random.integers(4))],
+                AGENTS[int(random.integers(3))],
+            )
             for _ in range(random.integers(least_turns, most_turns + 1))
         ]
         return Attempt(float(random.choice([0.0, 0.25, 1.0])), turns, bool(random.integers(4) == 0))
@@ -120,7 +126,7 @@ def targets_of(groups: naive.Groups) -> Targets:
         token=np.zeros(count, np.int32),
         rollout=np.array([index for index, _, _ in rows], np.int32),
         call=np.array([calls[id(turn)] for _, turn, _ in rows], np.int32),
-        agent=np.zeros(count, np.int32),
+        agent=np.array([AGENTS.index(turn.agent) for _, turn, _ in rows], np.int32),
         logprob=np.array([token.behaviour for _, _, token in rows], np.float32),
         version=np.zeros(count, np.int32),
         temperature=np.ones(count, np.float32),

@@ -18,7 +18,7 @@ from transformers import (
 
 from longrein.errors import LearnerError
 from longrein.forest.forest import Forest, grow
-from longrein.learning.attention import ForestView, check_model, forest_attention, use_forest_attention
+from longrein.learning.attention import ForestView, forest_attention, use_forest_attention
 from tests.learning.models import exact_model
 
 CPU = torch.device("cpu")
@@ -131,15 +131,3 @@ def test_a_layer_that_asks_for_more_is_refused(kwargs: dict[str, Any], says: str
 def test_a_model_with_other_attention_is_refused(module: Any, says: str) -> None:
     with pytest.raises(LearnerError, match=says):
         use_forest_attention(module)
-
-
-def test_a_head_that_is_not_plain_is_found_out() -> None:
-    """Granite divides its logits, which a bare head does not."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    module = GraniteForCausalLM(
-        GraniteConfig(logits_scaling=4.0, **{k: v for k, v in SHAPE.items() if k != "head_dim"})
-    )
-    use_forest_attention(module)
-    with pytest.raises(LearnerError, match="differ from the model's own"):
-        check_model(module.eval())

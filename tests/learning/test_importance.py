@@ -141,6 +141,9 @@ def test_figures_by_age_add_up(algorithm: dict[str, object]) -> None:
         assert total / report.tokens_trained == pytest.approx(getattr(report, name), abs=1e-9), name
     assert report.clip_fraction == pytest.approx(report.clip_fraction_low + report.clip_fraction_high)
     assert report.importance_cut > 0
+    for name in ("clip_fraction_low", "clip_fraction_high"):
+        if getattr(report, name) > 0:
+            assert len({getattr(each, name) for each in ages.values()}) > 1, f"{name} is each age's own"
 
 
 def test_what_is_older_is_further_off() -> None:

@@ -183,7 +183,7 @@ class TemplateRenderer:
         ids = completion_ids[:-1] if completion_ids and completion_ids[-1] in self.stop_ids else completion_ids
         reader = self._tool_reader if tools else self._plain_reader
         parsed = reader.parse_response(ids, prompt_ids=prompt_ids)
-        if tools and self._parser in tagged.VALUES:
+        if tools and self._parser is not None and self._parser in tagged.VALUES:
             parsed = tagged.typed(parsed, self._parser, tools)
         if self._parser != "hermes" or not tools:
             return reply_message(parsed, ids, self.decode, offered=bool(tools), final=final)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -21,14 +20,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from longrein.errors import LearnerError
-from longrein.forest.forest import Forest, grow
+from longrein.forest.forest import Forest
 from longrein.forest.tiles import tiles
 
 IMPLEMENTATION = "longrein_forest"
 # What attention layers may be asked for beyond softmax(q·k): none of it is computed here.
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-# Of the largest logit, in float32.
-CHECK_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,35 +239,3 @@ def use_forest_attention(module: PreTrainedModel) -> None:
         module.set_attn_implementation(IMPLEMENTATION)
     except (ValueError, KeyError, ImportError) as error:
         raise LearnerError(f"model {config.model_type!r} does not take its attention from outside: {error}") from error
-
-
-def check_model(module: PreTrainedModel) -> None:
-    """Try a small forest against the module's own plain forward; they must agree.
-
-    Raises:
-        LearnerError: attention or head do something that is not computed here.
-    """
-    parameter = next(module.parameters())
-    vocabulary = module.get_input_embeddings().weight.shape[0]
-    trunk, one, other = np.arange(1, 7), np.arange(7, 11), np.arange(11, 15)
-    rows = [np.concatenate([trunk, branch]).astype(np.int32) % vocabulary for branch in (one, other)]
-    forest, paths = grow(rows)
-    places = torch.from_numpy(np.concatenate(paths)).to(parameter.device)
-    with torch.no_grad():
-        states = module.base_model(
-            input_ids=torch.from_numpy(forest.tokens).long().to(parameter.device)[None],
-            position_ids=torch.from_numpy(forest.positions).long().to(parameter.device)[None],
-            use_cache=False,
-            forest=ForestView(forest, parameter.device, parameter.dtype),
-        ).last_hidden_state
-        found = module.get_output_embeddings()(states[0, places])
-        plain = torch.cat(
-            [module(torch.from_numpy(row).long().to(parameter.device)[None], use_cache=False).logits[0] for row in rows]
-        )
-    apart = float((found - plain).abs().max() / plain.abs().max().clamp(min=1e-6))
-    if not apart < CHECK_TOLERANCE:
-        raise LearnerError(
-            f"model {module.config.model_type!r}: logits over a small forest differ from the model's own by "
-            f"{apart:.2g} of their size, so its attention or its head does something the embedded learner does not "
-            "compute. Use a model with plain full attention and a plain linear head."
-        )

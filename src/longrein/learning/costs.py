@@ -23,7 +23,7 @@ from longrein.learning.walk import Walk
 
 Wanted = Literal["auto", "fastest", "packed", "walk"]
 
-# What is tried, in order. The walk before the packed pass: it computes with the attention that the module has by itself.
+# What is tried, in order. The walk before the packed pass: it computes with the attention that the module has itself.
 TRIED: Mapping[Wanted, tuple[str, ...]] = {
     "auto": ("packed", "walk"),
     "fastest": ("walk", "packed"),

@@ -14,6 +14,7 @@ from longrein.config import AlgorithmSection, LearnerSection
 from longrein.forest.targets import trainable
 from longrein.learning.batch import Cancelled, Progress, TrainBatch, TrainGroup, TrainRollout
 from longrein.learning.figures import UpdateReport
+from longrein.learning.fsdp import FsdpLearner, check
 from longrein.learning.learner import Body, EmbeddedLearner
 
 
@@ -71,11 +72,17 @@ class JointLearner:
         for policy, learner in self._learners.items():
             learner.load(directory / policy)
 
+    def close(self) -> None:
+        """They started nothing; see ``Learner``."""
+
 
 def open_learner(
     directory: Path, config: LearnerSection, algorithm: AlgorithmSection, steps: int, policies: Sequence[str]
-) -> "EmbeddedLearner | JointLearner":
-    """The learner of one policy, or of several over one base."""
+) -> "EmbeddedLearner | JointLearner | FsdpLearner":
+    """The learner of one policy, on one rank or several, or of several policies over one base."""
+    check(config, algorithm, policies)
+    if config.kind == "fsdp":
+        return FsdpLearner(directory, config, algorithm, steps)
     if len(policies) == 1:
         return EmbeddedLearner.open(directory, config, algorithm, steps)
     body = Body.open(directory, config, policies)

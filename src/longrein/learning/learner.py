@@ -32,6 +32,8 @@ from longrein.learning.figures import Figures, UpdateReport
 from longrein.learning.importance import importance_weights, over
 from longrein.learning.passes import Before, ForestPass, Tally
 from longrein.learning.precision import checkpoint_activations, choose_precision, thread_count, threads
+from longrein.learning.ranks import ALONE, Ranks
+from longrein.learning.walk import Walk
 from longrein.records import POLICY, Role
 
 if TYPE_CHECKING:
@@ -77,6 +79,10 @@ class Learner(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End what it started."""
+        ...
+
 
 Values = NDArray[np.float64]
 
@@ -91,6 +97,7 @@ class Body:
         precision: autocast dtype.
         threads: torch threads of an update (CPU).
         source: the directory it was loaded from; its tokenizer is copied into what is saved.
+        ranks: the processes that train it together.
     """
 
     module: PreTrainedModel
@@ -99,10 +106,11 @@ class Body:
     precision: torch.dtype
     threads: int
     source: Path | None = None
+    ranks: Ranks = ALONE
 
     @classmethod
-    def open(cls, directory: Path, config: LearnerSection, adapters: Sequence[str]) -> "Body":
-        """Load the model in a directory, on the first GPU if there is one.
+    def open(cls, directory: Path, config: LearnerSection, adapters: Sequence[str], ranks: Ranks = ALONE) -> "Body":
+        """Load the model in a directory, on the current GPU if there is one.
 
         Raises:
             LearnerError: it cannot be trained exactly over a forest, or has no such layers to adapt.
@@ -113,12 +121,13 @@ class Body:
         module.eval()
         count = thread_count(config.threads)
         with threads(count):
-            precision = choose_precision(module, config.precision)
+            precision = ranks.first(choose_precision(module, config.precision))
             backend = choose_backend(module, precision, _forest(config))
         if config.activation_checkpointing:
             checkpoint_activations(module)
         adapted = attach(module, config.lora, adapters) if config.lora else None
-        return cls(module, adapted, backend, precision, count, directory)
+        ranks.shard(module)
+        return cls(module, adapted, backend, precision, count, directory, ranks)
 
     def activate(self, adapters: Sequence[str]) -> None:
         """Compute with these adapters, and train them alone."""
@@ -153,17 +162,22 @@ class EmbeddedLearner:
                 "the model without its adapters. Set it to 0, or train adapters."
             )
         self._body = body
+        self._ranks = body.ranks
         self._adapters = tuple(adapters)
         self._activate()
         self._capo = None
         if algorithm.capo is not None:
             self._capo = Capo(algorithm.capo, body.module, lora=config.lora is not None)
+            if self._capo.mlp is not None and isinstance(body.backend, Walk):
+                raise LearnerError(
+                    "algorithm.capo.form: neurons is probed over packed forests; learner.forest is walk."
+                )
         self._config = config
         self._algorithm = algorithm
         self._total = None if steps is None else steps * algorithm.updates
         self._trained = [parameter for parameter in body.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._trained,
+            self._ranks.groups(self._trained),
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=0.0 if self._masks_decay else config.weight_decay,
@@ -178,11 +192,16 @@ class EmbeddedLearner:
 
     @classmethod
     def open(
-        cls, directory: Path, config: LearnerSection, algorithm: AlgorithmSection, steps: int | None = None
+        cls,
+        directory: Path,
+        config: LearnerSection,
+        algorithm: AlgorithmSection,
+        steps: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> "EmbeddedLearner":
         """Load the model in a directory and make it trainable."""
         adapters = ("default",) if algorithm.capo is None else tuple(ADAPTERS.values())
-        return cls(Body.open(directory, config, adapters), config, algorithm, adapters, steps)
+        return cls(Body.open(directory, config, adapters, ranks), config, algorithm, adapters, steps)
 
     @property
     def module(self) -> PreTrainedModel:
@@ -224,35 +243,45 @@ class EmbeddedLearner:
                     proximal = self._steps(work, figures)
         finally:
             self._optimizer.zero_grad(set_to_none=True)
+        figures.tally = self._ranks.merged(figures.tally)
         return figures.report(batch, work, self._algorithm, proximal, time.monotonic() - began)
 
     def weights(self, policy: str = POLICY) -> Mapping[str, Tensor]:
         """All weights, adapters merged; see ``Learner``."""
         self._activate()
-        return plain_weights(self.module)
+        return self._ranks.whole(plain_weights(self.module))
 
     def save(self, directory: Path) -> None:
         """Write ``model.safetensors`` as transformers loads it (and ``adapter/``), ``optimizer.pt``, the tokenizer."""
-        stored.save_weights(directory, self.module, self.weights())
+        weights, state = self.weights(), self._ranks.optimizer_state(self._optimizer)
+        adapters = {}
         if self._body.adapted is not None:
-            stored.save_adapters(directory, self._body.adapted, self._adapters)
+            adapters = {name: self._ranks.whole(stored.adapter(self._body.adapted, name)) for name in self._adapters}
+        if not self._ranks.writes:
+            return
+        stored.save_weights(directory, self.module, weights)
+        if self._body.adapted is not None:
+            stored.save_adapters(directory, self._body.adapted, adapters)
         if self._capo is not None and self._capo.units is not None:
             stored.save_units(directory, self._capo.units)
-        stored.save_optimizer(directory, self._optimizer, self.updates)
+        stored.save_optimizer(directory, state, self.updates)
         if self._body.source is not None:
             stored.copy_tokenizer(self._body.source, directory)
 
     def load(self, directory: Path) -> None:
         """Go on from what ``save`` wrote; see ``Learner``."""
         if self._body.adapted is not None:
-            stored.load_adapters(directory, self._body.adapted, self._adapters)
+            stored.load_adapters(directory, self._body.adapted, self._adapters, self._ranks)
         else:
-            stored.load_weights(directory, self.module)
+            stored.load_weights(directory, self.module, self._ranks)
         if self._capo is not None and self._capo.mlp is not None:
             units = stored.load_units(directory, self._capo.mlp.shape)
             if units is not None:
                 self._capo.use(units)
-        self.updates = stored.load_optimizer(directory, self._optimizer)
+        self.updates = stored.load_optimizer(directory, self._optimizer, self._ranks)
+
+    def close(self) -> None:
+        """It started nothing; see ``Learner``."""
 
     def _learning_rate(self) -> float:
         """Of the next optimizer step: linear warm-up, then the schedule."""
@@ -271,6 +300,7 @@ class EmbeddedLearner:
         for step, objectives in enumerate(work.steps):
             if not any(objective.parts for objective in objectives):
                 continue
+            figures.why_not = "; ".join(_without_tokens(objectives)) or figures.why_not
             before = self._before(work, step, proximal)
             gradients: dict[Role, Gradients] = {}
             for objective in objectives:
@@ -329,27 +359,29 @@ class EmbeddedLearner:
 
     def _logprobs(self, work: Work, wanted: NDArray[np.bool_]) -> Values:
         """(T,) log-probabilities under the weights as they are; the sampler's for targets that are not wanted."""
-        found = work.merged.targets.logprob.astype(np.float64)
+        found = np.zeros(len(wanted))
         forward = self._pass(work, work.credit, Before())
-        for part in pack(work.merged.forest, work.merged.targets.row, wanted, self._config.micro_batch_tokens):
+        parts = pack(work.merged.forest, work.merged.targets.row, wanted, self._config.micro_batch_tokens)
+        for slot in self._ranks.share(parts):
             work.check()
-            found[part.targets] = forward.logprobs(part).double().numpy()
-        return found
+            found[slot.part.targets] = forward.logprobs(slot.part).double().numpy()
+        return np.where(wanted, self._ranks.sum(found), work.merged.targets.logprob)
 
     def _accumulate(self, work: Work, objective: Objective, before: Before, tally: Tally) -> None:
         forest_pass = self._pass(work, objective.credit, before)
-        for part in objective.parts:
+        for slot in self._ranks.share(objective.parts):
             work.check()
-            forest_pass.accumulate(part, tally)
-            work.advance()
+            forest_pass.accumulate(slot.part, tally)
+            for _ in range(slot.together):
+                work.advance()
         work.check()
 
     def _step(self, figures: Figures) -> bool:
         """Clip and step, or say why not; whether further steps may follow."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._config.grad_clip))
+        norm = self._ranks.clip(self._trained, self._config.grad_clip)
         figures.norms.append(norm)
         figures.rate = self._learning_rate()
-        loss = figures.tally.loss
+        loss = float(self._ranks.sum(np.array([figures.tally.loss]))[0])
         finite = math.isfinite(norm) and math.isfinite(loss)
         if not finite:
             figures.why_not = f"loss {loss} or gradient norm {norm} is not finite; the weights were left as they were"
@@ -370,6 +402,15 @@ class EmbeddedLearner:
             self._capo.router.decay(rate * self._config.weight_decay)
         self._optimizer.step()
         self.updates += 1
+
+
+def _without_tokens(objectives: Sequence[Objective]) -> list[str]:
+    """Which of CAPO's losses have nothing to be made of."""
+    return [
+        f"no {ADAPTERS[objective.role]} token has an advantage"
+        for objective in objectives
+        if objective.role is not None and not objective.parts
+    ]
 
 
 def _forest(config: LearnerSection) -> Wanted:

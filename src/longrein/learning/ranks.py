@@ -142,6 +142,9 @@ class Alone:
         optimizer.load_state_dict(state)
 
 
+ALONE = Alone()
+
+
 class Several:
     """This process is one of ``torch.distributed``'s default group, which is open. See ``Ranks``."""
 
@@ -165,11 +168,10 @@ class Several:
         mesh = init_device_mesh(next(module.parameters()).device.type, (self.count,))
         inside = {id(parameter) for parameter in layers.parameters()}
         for layer in layers:
-            # Without this the first layers of a body that is not sharded itself would stay whole after the forward.
-            _summing(fully_shard(layer, mesh=mesh, reshard_after_forward=True))
+            _summing(fully_shard(layer, mesh=mesh))
         # The body holds none of its own, but one root lets a layer be gathered while the one before is computed.
         apart = {parameter for parameter in module.parameters() if id(parameter) not in inside}
-        _summing(fully_shard(body, mesh=mesh, ignored_params=apart | set(layers.parameters())))
+        _summing(fully_shard(body, mesh=mesh, ignored_params=apart))
 
     def first(self, value: T) -> T:
         box = [value]
@@ -177,18 +179,7 @@ class Several:
         return box[0]
 
     def share(self, parts: Sequence[MicroBatch]) -> list[Slot]:
-        """In each round the longest that are left, one for each rank.
-
-        A round takes as long as its longest micro-batch, because every layer is gathered in step; this order makes both
-        the sum of these and the number of rounds least.
-        """
-        order = sorted(range(len(parts)), key=lambda index: (-len(parts[index].forest), index))
-        slots = []
-        for begin in range(0, len(order), self.count):
-            this_round = order[begin : begin + self.count]
-            mine = parts[this_round[self.number]] if self.number < len(this_round) else idle(parts[0])
-            slots.append(Slot(mine, len(this_round)))
-        return slots
+        return dealt(parts, self.number, self.count)
 
     def sum(self, values: Values) -> Values:
         found = torch.from_numpy(np.array(values, np.float64))
@@ -275,6 +266,17 @@ class Several:
                 dist.all_reduce(parameter.grad)
 
 
+def dealt(parts: Sequence[MicroBatch], number: int, count: int) -> list[Slot]:
+    """The passes of rank ``number``: in each round the longest micro-batches that are left, one for each rank.
+
+    A round takes as long as its longest, because every layer is gathered in step. This order makes both the sum of
+    these and the number of rounds least, which giving the next to the rank with the fewest tokens does not.
+    """
+    order = sorted(parts, key=lambda part: -len(part.forest))
+    rounds = [order[begin : begin + count] for begin in range(0, len(order), count)]
+    return [Slot(each[number] if number < len(each) else idle(each[0]), len(each)) for each in rounds]
+
+
 def idle(part: MicroBatch) -> MicroBatch:
     """A pass over one token that predicts nothing: it runs through every layer and adds a gradient of 0."""
     none = np.zeros(0, np.int64)
@@ -284,12 +286,17 @@ def idle(part: MicroBatch) -> MicroBatch:
 def _summing(module: FSDPModule) -> None:
     """Sum gradients, where FSDP takes their mean: a micro-batch's weights are shares of the whole batch already."""
     module.set_gradient_divide_factor(1.0)
+    # Else it scales and sums in one operation, which gloo does not have.
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def _apart(parameters: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
     """Those that are sharded, and those that every rank has whole."""
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    return sharded, [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    sharded: list[Parameter] = []
+    whole: list[Parameter] = []
+    for parameter in parameters:
+        (sharded if isinstance(parameter, DTensor) else whole).append(parameter)
+    return sharded, whole
 
 
 def _local_gradients(parameters: Sequence[Parameter]) -> list[Tensor]:

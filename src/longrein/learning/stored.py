@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from longrein.errors import LearnerError
 from longrein.learning.capo import ADAPTERS, ROLES, Units
+from longrein.learning.ranks import Ranks
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter"
@@ -40,8 +41,8 @@ def save_weights(directory: Path, module: PreTrainedModel, weights: Mapping[str,
         module.generation_config.save_pretrained(directory)
 
 
-def load_weights(directory: Path, module: PreTrainedModel) -> None:
-    """Copy ``model.safetensors`` into a module's parameters.
+def load_weights(directory: Path, module: PreTrainedModel, ranks: Ranks) -> None:
+    """Copy ``model.safetensors`` into a module's parameters, or into what this rank has of them.
 
     Raises:
         LearnerError: a file is missing or damaged, or belongs to another model; nothing is copied then.
@@ -58,42 +59,52 @@ def load_weights(directory: Path, module: PreTrainedModel) -> None:
         )
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(found[name])
+            parameter.copy_(ranks.like(parameter, found[name]))
 
 
-def save_adapters(directory: Path, adapted: PeftModel, names: Sequence[str]) -> None:
-    """``adapter/adapter_model.safetensors`` and its configuration, for PEFT; one folder in it for each of several."""
-    for name in names:
+def adapter(adapted: PeftModel, name: str) -> dict[str, Tensor]:
+    """An adapter's tensors under PEFT's names."""
+    found: dict[str, Tensor] = get_peft_model_state_dict(adapted, adapter_name=name)
+    return found
+
+
+def save_adapters(directory: Path, adapted: PeftModel, adapters: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """``adapter/adapter_model.safetensors`` and its configuration, for PEFT; one folder in it for each of several.
+
+    Args:
+        adapters: of each name, what ``adapter`` gave.
+    """
+    for name, state in adapters.items():
         target = _adapter_folder(directory, name)
         target.mkdir(parents=True)
-        state = get_peft_model_state_dict(adapted, adapter_name=name)
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}
         save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
         adapted.peft_config[name].save_pretrained(target)
 
 
-def load_adapters(directory: Path, adapted: PeftModel, names: Sequence[str]) -> None:
-    """Copy adapters' weights into the module.
+def load_adapters(directory: Path, adapted: PeftModel, names: Sequence[str], ranks: Ranks) -> None:
+    """Copy adapters' weights into the module, or into what this rank has of them.
 
     Raises:
         LearnerError: a file is missing or damaged, or an adapter has other layers or another rank.
     """
     for name in names:
-        _load_adapter(_adapter_folder(directory, name) / "adapter_model.safetensors", adapted, name)
+        _load_adapter(_adapter_folder(directory, name) / "adapter_model.safetensors", adapted, name, ranks)
 
 
 def _adapter_folder(directory: Path, name: str) -> Path:
     return directory / ADAPTER if name == "default" else directory / ADAPTER / name
 
 
-def _load_adapter(file: Path, adapted: PeftModel, adapter: str) -> None:
+def _load_adapter(file: Path, adapted: PeftModel, name: str, ranks: Ranks) -> None:
     found = _read(file)
-    own = get_peft_model_state_dict(adapted, adapter_name=adapter)
-    if {name: tensor.shape for name, tensor in found.items()} != {name: tensor.shape for name, tensor in own.items()}:
+    own = adapter(adapted, name)
+    if {key: tensor.shape for key, tensor in found.items()} != {key: tensor.shape for key, tensor in own.items()}:
         raise LearnerError(
             f"{file} has other layers or another rank than learner.lora says. Set it as it was when this was saved."
         )
-    set_peft_model_state_dict(adapted, found, adapter_name=adapter)
+    state = {key: ranks.like(own[key], tensor) for key, tensor in found.items()}
+    set_peft_model_state_dict(adapted, state, adapter_name=name)
 
 
 def save_units(directory: Path, units: Units) -> None:
@@ -116,12 +127,12 @@ def load_units(directory: Path, shape: tuple[int, int]) -> Units | None:
     return Units({role: found[ADAPTERS[role]].numpy() for role in ROLES})
 
 
-def save_optimizer(directory: Path, optimizer: torch.optim.Optimizer, updates: int) -> None:
+def save_optimizer(directory: Path, state: Mapping[str, Any], updates: int) -> None:
     """``optimizer.pt``."""
-    torch.save({"updates": updates, "optimizer": optimizer.state_dict()}, directory / OPTIMIZER)
+    torch.save({"updates": updates, "optimizer": state}, directory / OPTIMIZER)
 
 
-def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer) -> int:
+def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> int:
     """Restore the optimizer; return how many updates were made.
 
     Raises:
@@ -131,7 +142,7 @@ def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer) -> int:
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         rates = [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
-        optimizer.load_state_dict(state["optimizer"])
+        ranks.load_optimizer_state(optimizer, state["optimizer"])
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise LearnerError(f"{file} cannot be read as this learner's optimizer: {error}") from error
     # What the configuration says now, not what it said when this was saved.
