@@ -35,7 +35,7 @@ INSTALLS = (
     ["--upgrade", "pip"],
     [f"torch=={TORCH}"],
     ["--no-deps", f"verl=={VERL}"],
-    [f"trl=={TRL}", "transformers", "pydantic", "ray", "tensordict", "omegaconf", "hydra-core", "codetiming"],
+    [f"trl=={TRL}", "transformers", "pydantic", "ray", "tensordict", "omegaconf", "hydra-core", "codetiming", "orjson"],
 )
 HEADER = (
     "| preset | peer | differ by, as they come | loss, ours | theirs | differ by | accounted for |\n"

@@ -279,8 +279,11 @@ output: {dir: ./run}
             "{importance: band, importance_low: 2, importance_high: 2}",
             ["importance_low 2 must be below importance_high 2"],
         ),
-        ("{name: dapo, keep_share: 0.5}", ["keep_share belongs to keep_groups 'variance', not to 'contrast'"]),
-        ("{name: starpo_s, keep_groups: all}", ["keep_share belongs to keep_groups 'variance', not to 'all'"]),
+        (
+            "{name: dapo, keep_share: 0.5}",
+            ["keep_share is 0.5", "belongs to keep_groups 'variance', not to 'contrast'"],
+        ),
+        ("{name: starpo_s, keep_groups: all}", ["by preset 'starpo_s'", "not to 'all'"]),
         ("{overlong_buffer: 4}", ["overlong_buffer needs overlong_limit"]),
         ("{overlong_limit: 4, overlong_buffer: 5}", ["overlong_buffer 5 must not exceed overlong_limit 4"]),
         ("{name: gpro}", ["no algorithm is called 'gpro'", ", ".join(PRESETS)]),
