@@ -404,8 +404,8 @@ def _misfits(algorithm: AlgorithmSection) -> list[tuple[bool, str]]:
         ),
         (
             algorithm.keep_groups != "variance" and algorithm.keep_share != 1,
-            f"keep_share is {algorithm.keep_share:g} (given, or by preset {algorithm.name!r}) and belongs to keep_groups "
-            f"'variance', not to {algorithm.keep_groups!r}: set it to 1",
+            f"keep_share is {algorithm.keep_share:g} (given, or by preset {algorithm.name!r}) and belongs to "
+            f"keep_groups 'variance', not to {algorithm.keep_groups!r}: set it to 1",
         ),
         (
             algorithm.overlong_limit is None and algorithm.overlong_buffer > 0,

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from transformers import PreTrainedModel
 
 from longrein.config import AlgorithmSection, LearnerSection
@@ -440,7 +439,7 @@ class _Serving:
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
-            store=FileStore(f"/proc/self/fd/{opening.meeting}", opening.count),
+            store=dist.FileStore(f"/proc/self/fd/{opening.meeting}", opening.count),  # type: ignore[attr-defined]
             rank=opening.number,
             world_size=opening.count,
             timeout=timedelta(seconds=SILENCE_S),
