@@ -35,6 +35,13 @@ def test_overrides_are_typed_yaml(tmp_path: Path) -> None:
     assert config.output.dir == tmp_path / "elsewhere"
 
 
+def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    text = GOOD + "learner: {learning_rate: 1e-6, weight_decay: 1.5E-2}\n"
+    config = load(write(tmp_path, text), ["algorithm.kl_coefficient=1e-3"])
+    assert (config.learner.learning_rate, config.learner.weight_decay) == (1e-6, 0.015)
+    assert config.algorithm.kl_coefficient == 0.001
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "says"),
     [

@@ -1,4 +1,4 @@
-"""A whole run whose learner is on two ranks, and its resumption in one process."""
+"""A whole run whose learner is on two ranks, and its resumption in one process and on two again."""
 
 import json
 import os
@@ -49,8 +49,11 @@ def test_a_run_on_two_ranks_trains_and_is_gone_on_with(tmp_path: Path) -> None:
     start = load_file(tmp_path / "model" / "model.safetensors")
     final = load_file(next((tmp_path / "run" / "checkpoints").glob("step-000002/**/model.safetensors")))
     assert start.keys() >= final.keys() and any(not torch.equal(start[name].float(), final[name]) for name in final)
-    again = longrein("train", "--config", config, *RANKS, "--set", "training.steps=3")
-    assert again.returncode == 0 and "going on after step 2 of 3" in again.stderr, again.stderr
+    # One process goes on, and then two again.
+    for steps, ways in ((3, []), (4, RANKS)):
+        again = longrein("train", "--config", config, *ways, "--set", f"training.steps={steps}")
+        assert again.returncode == 0 and f"going on after step {steps - 1} of {steps}" in again.stderr, again.stderr
+    assert [line["step"] for line in read_metrics(tmp_path) if line["learned"]] == [0, 1, 2, 3]
 
 
 def test_a_killed_run_leaves_no_rank(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A key nobody declared is an error that names near misses; nothing is silently ig
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -38,7 +39,7 @@ def _read(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: is not UTF-8 text. Give the path of a YAML file.") from None
     try:
-        tree = yaml.load(text, Loader=_UniqueKeys)
+        tree = yaml.load(text, Loader=_Yaml)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -46,11 +47,18 @@ def _read(file: Path) -> dict[str, Any]:
     return tree
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice (the plain loader keeps the last one silently)."""
+class _Yaml(yaml.SafeLoader):
+    """YAML as people write it.
+
+    A key given twice is refused (the plain loader keeps the last one silently), and 1e-6 is a number (for YAML 1.1 it
+    is text, and only 1.0e-6 a number).
+    """
 
 
-def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def _unique_mapping(loader: _Yaml, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for i, key in enumerate(keys):
         if key in keys[:i]:
@@ -58,7 +66,7 @@ def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, An
     return loader.construct_mapping(node, deep=True)
 
 
-_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+_Yaml.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -67,7 +75,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override}: expected section.key=value, for example training.steps=3.")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Yaml)
     except yaml.YAMLError:
         raise ConfigError(f"--set {override}: the value {text!r} is not valid YAML.") from None
     node = tree

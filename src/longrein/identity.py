@@ -12,6 +12,8 @@ from longrein.records import Task
 # These may change between a run and its resumption: they move work around or extend it, never alter what is learned.
 FREE_TRAINING_KEYS = {"steps", "eval_every", "save_every", "keep_checkpoints", "collect_s", "nothing_learned"}
 
+FREE_LEARNER_KEYS = {"kind", "ranks", "micro_batch_tokens", "forest", "activation_checkpointing", "threads"}
+
 RENDERER_KEYS = ("renderer", "tool_format", "keep_thinking")
 
 
@@ -19,6 +21,7 @@ def identity(config: Config, model: Path, tasks: Sequence[Task], held_out: Seque
     """Name → digest or value, each named so that a difference can be explained."""
     sections = config.model_dump(mode="json")
     training = {key: value for key, value in sections["training"].items() if key not in FREE_TRAINING_KEYS}
+    learner = {key: value for key, value in sections["learner"].items() if key not in FREE_LEARNER_KEYS}
     demonstrations = config.model.demonstrations
     return {
         "model": directory_digest(model),
@@ -31,7 +34,7 @@ def identity(config: Config, model: Path, tasks: Sequence[Task], held_out: Seque
         "harness.files": _digest([file_digest(file) for _, file in sorted(config.harness.files.items())]),
         "sampling": _digest(sections["sampling"]),
         "algorithm": _digest(sections["algorithm"]),
-        "learner": _digest(sections["learner"]),
+        "learner": _digest(learner),
         "training": _digest(training),
         "training.seed": str(config.training.seed),
     }
@@ -65,6 +68,8 @@ def _belongs(key: str, name: str) -> bool:
         return section == "model" and part in RENDERER_KEYS
     if name == "training":
         return section == "training" and part not in FREE_TRAINING_KEYS
+    if name == "learner":
+        return section == "learner" and part not in FREE_LEARNER_KEYS
     return name in (section, f"{section}.{part}")
 
 

@@ -26,6 +26,7 @@ from longrein.learning.figures import UpdateReport
 from longrein.learning.fsdp import FsdpLearner, check
 from longrein.learning.learner import EmbeddedLearner
 from tests.learning import exact_rank, models
+from tests.learning.test_invariance import WAYS, cut, rollouts
 from tests.learning.test_learner import make_batch
 
 LORA = LoraSection(rank=4, alpha=8.0)
@@ -135,6 +136,26 @@ def test_ranks_make_the_update_of_one_process(
         learner.load(directories[0])
         alike(single.update(batch), learner.update(batch))
         close(dict(single.weights()), dict(learner.weights()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_gradient_does_not_depend_on_how_rollouts_are_cut_and_dealt(tmp_path: Path, count: int) -> None:
+    groups, random = rollouts(2), np.random.default_rng(count)
+    algorithm = AlgorithmSection(importance="truncate", entropy_coefficient=0.01)
+    single = one_process(algorithm)
+    start, wanted, found = (tmp_path / name for name in ("start", "wanted", "found"))
+    for each in (start, wanted, found):
+        each.mkdir()
+    single.save(start)
+    report = single.update(TrainBatch(tuple(groups)))
+    single.save(wanted)
+    with several(count, algorithm, micro_batch_tokens=48) as learner:
+        for _ in range(WAYS):
+            learner.load(start)
+            loss = learner.update(cut(groups, random)).loss
+            learner.save(found)
+            assert loss == pytest.approx(report.loss, rel=1e-9)
+            close(gradients(wanted), gradients(found))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -246,12 +246,15 @@ class Several:
         (group,) = state["param_groups"]
         if len(group["params"]) != len(self._order):
             raise ValueError(f"it is of {len(group['params'])} parameters, not of {len(self._order)}")
+        restored: dict[Tensor, dict[str, Any]] = {}
         for index, parameter in enumerate(self._order):
             found = state["state"].get(index)
             if found is not None:
                 if found["exp_avg"].shape != parameter.shape:
                     raise ValueError(f"its parameter {index} has another shape")
-                optimizer.state[parameter] = {name: self._part(parameter, value) for name, value in found.items()}
+                restored[parameter] = {name: self._part(parameter, value) for name, value in found.items()}
+        optimizer.state.clear()
+        optimizer.state.update(restored)
 
     def _part(self, parameter: Parameter, value: Tensor) -> Tensor:
         return self.like(parameter, value) if value.dim() else value.to(parameter.device, copy=True)
