@@ -122,10 +122,10 @@ class Body:
         count = thread_count(config.threads)
         with threads(count):
             precision = ranks.first(choose_precision(module, config.precision))
+            adapted = attach(module, config.lora, adapters) if config.lora else None
             backend = choose_backend(module, precision, _forest(config))
         if config.activation_checkpointing:
             checkpoint_activations(module)
-        adapted = attach(module, config.lora, adapters) if config.lora else None
         ranks.shard(module)
         return cls(module, adapted, backend, precision, count, directory, ranks)
 
