@@ -11,7 +11,6 @@ markdown, medians over the rounds.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from environments import environment
 from transformers import PreTrainedModel
 from workloads import WORKLOADS, Row, Size, make, row_per_call, row_per_session
 
@@ -190,18 +190,9 @@ def answer(done: subprocess.CompletedProcess[str]) -> Measured:
 
 def trl_environment() -> Path:
     """The interpreter of TRL's environment, made when absent."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "longrein" / "bench" / f"trl-{TRL}"
-    done, python = folder / ".installed", folder / "bin" / "python"
-    if not done.exists():
-        print(f"Installing TRL {TRL} into {folder}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        constraints = ["--constraint", str(ROOT / "constraints.txt")]
-        # torch comes first and alone: asked for through another package, pip may take a much larger build.
-        for install in (["--upgrade", "pip"], [f"torch=={TORCH}"], [f"trl=={TRL}", "transformers"]):
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *constraints, *install], check=True)
-        done.touch()
-    return python
+    # torch comes first and alone: asked for through another package, pip may take a much larger build.
+    installs = [[f"torch=={TORCH}"], [f"trl=={TRL}", "transformers"]]
+    return environment(f"trl-{TRL}", installs, constrained=True) / "python"
 
 
 def table(workload: str, found: dict[str, list[Measured]]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from environments import environment
 from torch import Tensor
 
 from longrein.config import AlgorithmSection
@@ -32,7 +33,6 @@ PAGE = ROOT / "docs" / "algorithms.md"
 BEGIN, END = "<!-- peers: written by bench/peers.py -->", "<!-- end of peers -->"
 # torch comes first and alone: asked for through another package, pip may take a build several gigabytes larger.
 INSTALLS = (
-    ["--upgrade", "pip"],
     [f"torch=={TORCH}"],
     ["--no-deps", f"verl=={VERL}"],
     [f"trl=={TRL}", "transformers", "pydantic", "ray", "tensordict", "omegaconf", "hydra-core", "codetiming", "orjson"],
@@ -449,24 +449,10 @@ def table() -> str:
     return "\n".join([f"{versions}.", "", HEADER, *map(row, CASES)])
 
 
-def environment() -> Path:
-    """The interpreter of the peers' environment, made when absent."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "longrein" / f"peers-verl-{VERL}-trl-{TRL}"
-    done, python = folder / ".installed", folder / "bin" / "python"
-    if not done.exists():
-        print(f"Installing verl {VERL} and TRL {TRL} into {folder}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        constraints = ["--constraint", str(ROOT / "constraints.txt")]
-        for install in INSTALLS:
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *constraints, *install], check=True)
-        done.touch()
-    return python
-
-
 def main() -> None:
     if "--inside" not in sys.argv:
-        inside = [str(environment()), __file__, "--inside"]
+        python = environment(f"verl-{VERL}-trl-{TRL}", INSTALLS, constrained=True) / "python"
+        inside = [str(python), __file__, "--inside"]
         subprocess.run(inside, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
         return
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
