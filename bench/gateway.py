@@ -1,14 +1,16 @@
 """What the gateway adds to a model call at turn 50 of a growing session.
 
 Each session is a harness's loop over a real connection: every turn plays the whole history back. The last turn's time
-is compared with drawing the same tokens straight from the engine seam, and with tokenising the turn's new text. The
-engine answers at once, so all that remains is the gateway: HTTP, JSON, sessions, rendering, recording.
+is compared with posting the same prompt's ids to a bare server in front of the same engine, and with tokenising the
+turn's new text. The engine answers at once, so all that remains is the gateway: sessions, rendering, recording, and the
+text's JSON. Beside it stands what the gateway adds to the engine called in the same process, HTTP and client included.
 
     python bench/gateway.py [--model PATH] [--sessions 20] [--turns 50]
 """
 
 import argparse
 import asyncio
+import json
 import statistics
 import tempfile
 import time
@@ -16,11 +18,18 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from longrein.calls.gateway import Gateway
+from longrein.calls.listening import Server, tcp_listener
 from longrein.calls.rendering import Renderer, load_tokenizer, open_renderer
 from longrein.calls.services import Recorder
 from longrein.config import GatewaySection, ModelSection, SamplingSection
@@ -79,37 +88,92 @@ class Nowhere(Recorder):
 
 @dataclass
 class Times:
-    """Seconds of one session's last turn; ``cpu`` is this process's, client and gateway together."""
+    """Seconds of one session's last turn.
+
+    Attributes:
+        through: the gateway.
+        posting: the prompt's ids to a bare server.
+        calling: the engine in this process.
+        tokenising: the turn's new text.
+    """
 
     through: float
-    cpu: float
-    direct: float
+    posting: float
+    calling: float
     tokenising: float
 
     @property
     def added(self) -> float:
-        return self.through - self.direct - self.tokenising
+        return self.through - self.posting - self.tokenising
+
+    @property
+    def added_to_engine(self) -> float:
+        return self.through - self.calling - self.tokenising
 
 
-async def session(http: httpx.AsyncClient, engine: InstantEngine, turns: int, *, stream: bool) -> Times:
+class BareServer:
+    """Takes ``{ids}`` and answers with the engine's ids and log-probabilities, whole or as JSON lines; nothing else."""
+
+    def __init__(self, engine: InstantEngine) -> None:
+        self._engine = engine
+        app = Starlette(routes=[Route("/sample", self._sample, methods=["POST"])])
+        self._server = Server(uvicorn.Config(app, http="h11", log_level="warning", lifespan="off", access_log=False))
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def _sample(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        chunks = self._engine.sample(SampleRequest(np.asarray(body["ids"], dtype=np.int32), 4096))
+        lines = (json.dumps({"ids": c.ids, "logprobs": c.logprobs, "end": c.finish_reason}) async for c in chunks)
+        if body["stream"]:
+            return StreamingResponse(line + "\n" async for line in lines)
+        return Response("\n".join([line async for line in lines]))
+
+    async def __aenter__(self) -> Self:
+        bound = tcp_listener("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._server.serve([bound]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._serving is not None
+        self._server.should_exit = True
+        await self._serving
+
+
+async def session(http: httpx.AsyncClient, bare: str, engine: InstantEngine, turns: int, *, stream: bool) -> Times:
     """A whole session; the times of its last turn."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Tidy this directory up."}]
     new = SYSTEM
-    through = cpu = 0.0
+    through = 0.0
     for turn in range(turns):
         engine.prepare(turn)
-        began, busy = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         reply = await http.post("/v1/chat/completions", json={"model": "m", "messages": messages, "stream": stream})
-        through, cpu = time.perf_counter() - began, time.process_time() - busy
+        through = time.perf_counter() - began
         reply.raise_for_status()
         if turn < turns - 1:
             new = OBSERVATION.format(turn=turn, lines=LINES)
             said = REPLY.format(turn=turn)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": new}]
-    return Times(through, cpu, await _direct(engine), _tokenising(engine.tokenizer, new))
+    posting = await _posting(http, bare, engine, stream=stream)
+    return Times(through, posting, await _calling(engine), _tokenising(engine.tokenizer, new))
 
 
-async def _direct(engine: InstantEngine) -> float:
+async def _posting(http: httpx.AsyncClient, bare: str, engine: InstantEngine, *, stream: bool) -> float:
+    """The second of two posts: the first opens the connection, as the session's earlier turns opened the gateway's."""
+    assert engine.last is not None
+    ids = engine.last.prompt_ids.tolist()
+    took = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        reply = await http.post(f"{bare}/sample", json={"ids": ids, "stream": stream})
+        took = time.perf_counter() - began
+        reply.raise_for_status()
+    return took
+
+
+async def _calling(engine: InstantEngine) -> float:
     assert engine.last is not None
     began = time.perf_counter()
     async for _ in engine.sample(engine.last):
@@ -131,6 +195,7 @@ async def measure(
     sessions: int,
     turns: int,
     *,
+    bare: str,
     stream: bool,
 ) -> list[Times]:
     """``sessions`` sessions, one after the other, each a rollout of its own."""
@@ -147,7 +212,7 @@ async def measure(
                 key = gateway.open_rollout(rollout_id)
                 headers = {"authorization": f"Bearer {key}"}
                 async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as http:
-                    times.append(await session(http, engine, turns, stream=stream))
+                    times.append(await session(http, bare, engine, turns, stream=stream))
                 await gateway.close_rollout(rollout_id)
         finally:
             await gateway.close()
@@ -164,14 +229,20 @@ async def _add(ledger: Ledger, rollout_id: str) -> None:
 def row(name: str, times: list[Times]) -> str:
     columns = [
         [t.through for t in times],
-        [t.cpu for t in times],
-        [t.direct for t in times],
+        [t.posting for t in times],
+        [t.calling for t in times],
         [t.tokenising for t in times],
     ]
     cells = [f"{statistics.median(column) * 1e3:.2f}" for column in columns]
-    added = sorted(t.added * 1e3 for t in times)
-    spread = f"{added[len(added) // 10]:.2f}-{added[-1 - len(added) // 10]:.2f}"
-    return f"| {name} | {' | '.join(cells)} | **{statistics.median(added):.2f}** | {spread} |"
+    added, to_engine = _spread([t.added for t in times]), _spread([t.added_to_engine for t in times])
+    return f"| {name} | {' | '.join(cells)} | {added} | {to_engine} |"
+
+
+def _spread(seconds: list[float]) -> str:
+    """Median and 10-90 %, in milliseconds."""
+    ordered = sorted(s * 1e3 for s in seconds)
+    tenth = len(ordered) // 10
+    return f"**{statistics.median(ordered):.2f}** ({ordered[tenth]:.2f}-{ordered[-1 - tenth]:.2f})"
 
 
 async def main() -> None:
@@ -191,12 +262,16 @@ async def main() -> None:
             f"{renderer.describe()}; {given.sessions} sessions of {given.turns} turns; milliseconds of the last turn\n"
         )
         print(
-            "| recording, reply | through the gateway | of it CPU | engine seam | tokenising | added, median | 10-90% |"
+            "| recording, reply | through the gateway | posting ids | calling the engine | tokenising "
+            "| added to posting, median (10-90%) | added to calling |"
         )
         print("|---|---|---|---|---|---|---|")
+        bare = await stack.enter_async_context(BareServer(engine))
         for name, recorder, durable in (("none", Nowhere(), None), ("ledger", ledger, ledger)):
             for stream in (False, True):
-                times = await measure(renderer, engine, recorder, durable, given.sessions, given.turns, stream=stream)
+                times = await measure(
+                    renderer, engine, recorder, durable, given.sessions, given.turns, bare=bare.url, stream=stream
+                )
                 print(row(f"{name}, {'streamed' if stream else 'whole'}", times), flush=True)
         assert engine.last is not None
         print(f"\nThe last prompt has {len(engine.last.prompt_ids)} tokens, its reply {len(engine.ids)}.")
