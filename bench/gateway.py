@@ -1,9 +1,9 @@
 """What the gateway adds to a model call at turn 50 of a growing session.
 
 Each session is a harness's loop over a real connection: every turn plays the whole history back. The last turn's time
-is compared with posting the same prompt's ids to a bare server in front of the same engine, and with tokenising the
-turn's new text. The engine answers at once, so all that remains is the gateway: sessions, rendering, recording, and the
-text's JSON. Beside it stands what the gateway adds to the engine called in the same process, HTTP and client included.
+is compared with calling the same engine in this process, which leaves HTTP, the client and the JSON on the gateway's
+side, and with posting the prompt's ids to a bare server in front of it, which has them on both; tokenising the turn's
+new text is taken off either way. The engine answers at once.
 
     python bench/gateway.py [--model PATH] [--sessions 20] [--turns 50]
 """
@@ -25,7 +25,7 @@ import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from longrein.calls.gateway import Gateway
@@ -112,7 +112,7 @@ class Times:
 
 
 class BareServer:
-    """Takes ``{ids}`` and answers with the engine's ids and log-probabilities, whole or as JSON lines; nothing else."""
+    """Takes ``{ids}`` and answers with the engine's ids and log-probabilities, whole: the least that can be posted."""
 
     def __init__(self, engine: InstantEngine) -> None:
         self._engine = engine
@@ -123,11 +123,10 @@ class BareServer:
 
     async def _sample(self, request: Request) -> Response:
         body = json.loads(await request.body())
-        chunks = self._engine.sample(SampleRequest(np.asarray(body["ids"], dtype=np.int32), 4096))
-        lines = (json.dumps({"ids": c.ids, "logprobs": c.logprobs, "end": c.finish_reason}) async for c in chunks)
-        if body["stream"]:
-            return StreamingResponse(line + "\n" async for line in lines)
-        return Response("\n".join([line async for line in lines]))
+        prompt_ids = np.asarray(body["ids"], dtype=np.int32)
+        chunks = [chunk async for chunk in self._engine.sample(SampleRequest(prompt_ids, 4096))]
+        ids = [token for chunk in chunks for token in chunk.ids]
+        return JSONResponse({"ids": ids, "logprobs": [value for chunk in chunks for value in chunk.logprobs]})
 
     async def __aenter__(self) -> Self:
         bound = tcp_listener("127.0.0.1", 0)
@@ -156,18 +155,18 @@ async def session(http: httpx.AsyncClient, bare: str, engine: InstantEngine, tur
             new = OBSERVATION.format(turn=turn, lines=LINES)
             said = REPLY.format(turn=turn)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": new}]
-    posting = await _posting(http, bare, engine, stream=stream)
+    posting = await _posting(http, bare, engine)
     return Times(through, posting, await _calling(engine), _tokenising(engine.tokenizer, new))
 
 
-async def _posting(http: httpx.AsyncClient, bare: str, engine: InstantEngine, *, stream: bool) -> float:
+async def _posting(http: httpx.AsyncClient, bare: str, engine: InstantEngine) -> float:
     """The second of two posts: the first opens the connection, as the session's earlier turns opened the gateway's."""
     assert engine.last is not None
     ids = engine.last.prompt_ids.tolist()
     took = 0.0
     for _ in range(2):
         began = time.perf_counter()
-        reply = await http.post(f"{bare}/sample", json={"ids": ids, "stream": stream})
+        reply = await http.post(f"{bare}/sample", json={"ids": ids})
         took = time.perf_counter() - began
         reply.raise_for_status()
     return took
