@@ -75,6 +75,39 @@ async def test_a_rollout_and_its_calls_come_back_as_they_were(tmp_path: Path) ->
     await again.close()
 
 
+async def test_a_continued_prompt_is_kept_once_and_comes_back_whole(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+    await ledger.add_group(GROUP)
+    await ledger.add_rollout(ROLLOUT)
+    first, second, third = call("c0", 0), call("c1", 1), call("c2", 2)
+    second = replace(second, parent_id="c0", inherited=5, prompt_ids=np.array([1, 2, 3, 4, 5, 6], np.int32))
+    third = replace(third, parent_id="c1", inherited=8, prompt_ids=np.array([1, 2, 3, 4, 5, 6, 4, 5, 9], np.int32))
+    for made in (first, second, third):
+        await ledger.record(made)
+    found = await ledger.calls("r0")
+    assert [c.prompt_ids.tolist() for c in found] == [c.prompt_ids.tolist() for c in (first, second, third)]
+    assert [c.inherited for c in found] == [0, 5, 8] and found[2].prompt_ids.dtype == np.int32
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as kept:
+        sizes = kept.execute("select length(prompt_rest) from calls order by idx").fetchall()
+    assert sizes == [(12,), (4,), (4,)], "four bytes a token, each token once"
+    await ledger.close()
+
+
+async def test_a_prompt_whose_beginning_is_gone_is_refused_by_name(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+    await ledger.add_group(GROUP)
+    await ledger.add_rollout(ROLLOUT)
+    await ledger.record(call("c0", 0))
+    await ledger.record(
+        replace(call("c1", 1), parent_id="c0", inherited=5, prompt_ids=np.array([1, 2, 3, 4, 5, 6], np.int32))
+    )
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as other, other:
+        other.execute("delete from calls where call_id = 'c0'")
+    with pytest.raises(LedgerError, match=r"ledger\.db: call c1 continues 5 tokens of c0, of which 0 are recorded"):
+        await ledger.calls("r0")
+    await ledger.close()
+
+
 async def test_roles_come_back_as_they_were(tmp_path: Path) -> None:
     ledger = await Ledger.open(tmp_path / "ledger.db")
     await ledger.add_group(GROUP)
@@ -92,7 +125,7 @@ async def test_a_ledger_of_an_earlier_version_is_refused_and_left_as_it_was(tmp_
     with closing(sqlite3.connect(file)) as old, old:
         old.execute("alter table calls drop column roles")
         old.execute("update meta set value = '2' where key = 'schema'")
-    with pytest.raises(LedgerError, match=r"ledger\.db: has ledger schema 2, this version of longrein writes 3"):
+    with pytest.raises(LedgerError, match=r"ledger\.db: has ledger schema 2, this version of longrein writes 4"):
         await Ledger.open(file)
     with closing(sqlite3.connect(file)) as old:
         assert "roles" not in {row[1] for row in old.execute("pragma table_info(calls)")}

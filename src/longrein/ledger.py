@@ -9,10 +9,9 @@ import fcntl
 import json
 import os
 import sqlite3
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrein.errors import LedgerError
-from longrein.records import Call, Cause, FailureClass, Group, Receipt, Rollout, RolloutState, Split
+from longrein.records import Call, Cause, FailureClass, Group, IntArray, Receipt, Rollout, RolloutState, Split
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SCHEMA = """
 create table if not exists meta (key text primary key, value text not null);
@@ -37,9 +36,9 @@ create table if not exists rollouts (
     started_at real not null, ended_at real not null);
 create table if not exists calls (
     call_id text primary key, rollout_id text not null references rollouts, idx integer not null, agent text not null,
-    dialect text not null, request text not null, reply text not null, prompt_ids blob not null,
+    dialect text not null, request text not null, reply text not null, prompt_rest blob not null,
     completion_ids blob not null, logprobs blob not null, versions blob not null, temperature real not null,
-    policy text not null, finish_reason text not null, cause text not null, parent_id text,
+    policy text not null, finish_reason text not null, cause text not null, parent_id text, inherited integer not null,
     delivered integer not null, train integer not null, started_at real not null, ended_at real not null, roles blob,
     tools_valid integer, tools_failed integer);
 create table if not exists steps (
@@ -58,8 +57,8 @@ LEGAL_MOVES: Mapping[RolloutState, frozenset[RolloutState]] = {
 UNFINISHED = f"state in ({', '.join(repr(state.value) for state in LEGAL_MOVES)})"
 
 CALL_COLUMNS = (
-    "call_id, rollout_id, idx, agent, dialect, request, reply, prompt_ids, completion_ids, logprobs, versions, "
-    "temperature, policy, finish_reason, cause, parent_id, delivered, train, started_at, ended_at, roles, "
+    "call_id, rollout_id, idx, agent, dialect, request, reply, prompt_rest, completion_ids, logprobs, versions, "
+    "temperature, policy, finish_reason, cause, parent_id, inherited, delivered, train, started_at, ended_at, roles, "
     "tools_valid, tools_failed"
 )
 
@@ -220,9 +219,13 @@ class Ledger:
 
     async def record(self, call: Call) -> None:
         """Record a call. It is durable when this returns."""
-        values = await asyncio.to_thread(_call_row, call)
+
+        def work() -> None:
+            with self._connection:
+                self._connection.execute(f"insert into calls values ({', '.join('?' * 24)})", _call_row(call))
+
         try:
-            await self._execute(f"insert into calls values ({', '.join('?' * 23)})", values)
+            await self._run(work)
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"call {call.call_id} cannot be recorded: {error}") from None
 
@@ -231,9 +234,30 @@ class Ledger:
         await self._execute("update calls set delivered = ? where call_id = ?", (int(delivered), call_id))
 
     async def calls(self, rollout_id: str) -> list[Call]:
-        """The rollout's calls in order of arrival."""
+        """The rollout's calls in order of arrival.
+
+        Raises:
+            LedgerError: a call's prompt cannot be put together.
+        """
         rows = await self._select(f"select {CALL_COLUMNS} from calls where rollout_id = ? order by idx", (rollout_id,))
-        return [_call(row) for row in rows]
+        found: dict[str, Call] = {}
+        for row in rows:
+            call = _call(row)
+            found[call.call_id] = replace(call, prompt_ids=self._whole_prompt(call, found))
+        return list(found.values())
+
+    def _whole_prompt(self, call: Call, earlier: Mapping[str, Call]) -> IntArray:
+        """The tokens of the call it continues, which are kept once, and its own."""
+        if call.inherited == 0:
+            return call.prompt_ids
+        parent = None if call.parent_id is None else earlier.get(call.parent_id)
+        told = 0 if parent is None else len(parent.prompt_ids) + len(parent.completion_ids)
+        if parent is None or told != call.inherited:
+            raise LedgerError(
+                f"{self._file}: call {call.call_id} continues {call.inherited} tokens of {call.parent_id}, of which "
+                f"{told} are recorded before it. The file was changed by something else."
+            )
+        return np.concatenate([parent.prompt_ids, parent.completion_ids, call.prompt_ids])
 
     async def commit_step(self, step: CommittedStep) -> None:
         """Record a finished step; doing it again (after a resume from an older checkpoint) replaces it."""
@@ -331,7 +355,7 @@ def _call_row(call: Call) -> tuple[Any, ...]:
         call.dialect,
         json.dumps(call.request),
         json.dumps(call.reply),
-        _pack(call.prompt_ids, np.int32),
+        _pack(call.prompt_ids[call.inherited :], np.int32),
         _pack(call.completion_ids, np.int32),
         _pack(call.logprobs, np.float32),
         _pack(call.versions, np.int32),
@@ -340,6 +364,7 @@ def _call_row(call: Call) -> tuple[Any, ...]:
         call.finish_reason,
         call.cause.value,
         call.parent_id,
+        call.inherited,
         int(call.delivered),
         int(call.train),
         call.started_at,
@@ -351,6 +376,7 @@ def _call_row(call: Call) -> tuple[Any, ...]:
 
 
 def _call(row: tuple[Any, ...]) -> Call:
+    """Of the prompt, the tokens that are the call's own."""
     return Call(
         call_id=row[0],
         rollout_id=row[1],
@@ -368,19 +394,20 @@ def _call(row: tuple[Any, ...]) -> Call:
         finish_reason=row[13],
         cause=Cause(row[14]),
         parent_id=row[15],
-        delivered=bool(row[16]),
-        train=bool(row[17]),
-        started_at=row[18],
-        ended_at=row[19],
-        roles=None if row[20] is None else _unpack(row[20], np.uint8),
-        tools_valid=None if row[21] is None else bool(row[21]),
-        tools_failed=None if row[22] is None else bool(row[22]),
+        inherited=row[16],
+        delivered=bool(row[17]),
+        train=bool(row[18]),
+        started_at=row[19],
+        ended_at=row[20],
+        roles=None if row[21] is None else _unpack(row[21], np.uint8),
+        tools_valid=None if row[22] is None else bool(row[22]),
+        tools_failed=None if row[23] is None else bool(row[23]),
     )
 
 
 def _pack(array: NDArray[Any], dtype: type[np.generic]) -> bytes:
-    return zlib.compress(np.ascontiguousarray(array, dtype=dtype).tobytes(), 1)
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
 
 
 def _unpack(blob: bytes, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.frombuffer(zlib.decompress(blob), dtype=dtype)
+    return np.frombuffer(blob, dtype=dtype)

@@ -190,6 +190,7 @@ class Call:
         temperature: sampling temperature; 0 is greedy.
         finish_reason: ``stop``, ``length``, ``tool_calls`` or ``cancelled``.
         parent_id: the recorded call whose tokens this one continues, if any.
+        inherited: how many of ``prompt_ids`` are that call's prompt and completion; 0 without one.
         cause: why it continues them, or why not.
         delivered: whether the reply reached the harness; only delivered calls are trainable.
         train: whether the agent that made the call is trained.
@@ -215,6 +216,7 @@ class Call:
     finish_reason: str
     cause: Cause
     parent_id: str | None = None
+    inherited: int = 0
     delivered: bool = True
     train: bool = True
     started_at: float = 0.0

@@ -195,7 +195,7 @@ class Played:
         """Whether each call that continues another begins with exactly its tokens."""
         known = {call.call_id: call for call in self.calls}
         return all(
-            call.prompt_ids[: len(told(known[call.parent_id]))].tolist() == told(known[call.parent_id])
+            call.prompt_ids[: call.inherited].tolist() == told(known[call.parent_id])
             for call in self.calls
             if call.parent_id is not None
         )

@@ -255,12 +255,13 @@ class Played:
             assert call.delivered
             assert call.prompt_ids.tolist() == request.prompt_ids.tolist()
             if call.parent_id is None:
-                assert call.cause is not Cause.EXTENDED
+                assert call.cause is not Cause.EXTENDED and call.inherited == 0
             else:
                 assert call.cause in (Cause.EXTENDED, Cause.HISTORY_REWRITTEN, Cause.TOOLS_CHANGED)
                 parent = known[call.parent_id]
                 assert parent.rollout_id == call.rollout_id
-                assert call.prompt_ids[: len(told(parent))].tolist() == told(parent)
+                assert call.inherited == len(told(parent))
+                assert call.prompt_ids[: call.inherited].tolist() == told(parent)
         self.engine.requests.clear()
         self.notebook.calls.clear()
 

@@ -74,7 +74,7 @@ class Talk:
         assert (opening.parent_id is None) == (opening.cause not in (EXTENDED, Cause.HISTORY_REWRITTEN))
         if opening.parent_id is not None:
             told = self.told[opening.parent_id]
-            assert opening.prompt.ids[: len(told)].tolist() == told
+            assert opening.inherited == len(told) and opening.prompt.ids[: len(told)].tolist() == told
             added = self.renderer.decode(opening.prompt.ids[len(told) :].tolist())
             afresh = self.renderer.decode(self.renderer.render(Conversation(tuple(history), (BASH,))).ids.tolist())
             assert added.strip() and afresh.endswith(added.lstrip("\n"))

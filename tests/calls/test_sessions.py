@@ -76,7 +76,7 @@ class Talk:
         opening = self.sessions.open(Conversation(tuple(messages), self.tools if tools is None else tools))
         if opening.parent_id is not None:
             told = self.told[opening.parent_id]
-            assert opening.prompt.ids[: len(told)].tolist() == told
+            assert opening.inherited == len(told) and opening.prompt.ids[: len(told)].tolist() == told
         return opening
 
     def text(self, opening: Opening) -> str:

@@ -157,10 +157,10 @@ def link(before: bytes, message: Message) -> bytes:
     return blake2b(before + digest_message(message), digest_size=16).digest()
 
 
-def chain(messages: Sequence[Message]) -> list[bytes]:
-    """``chain(m)[i]`` identifies the first ``i`` messages; len(m) + 1 digests."""
-    digests = [NOTHING_SAID]
-    for message in messages:
+def chain(messages: Sequence[Message], begun: Sequence[bytes] = (NOTHING_SAID,)) -> list[bytes]:
+    """``chain(m)[i]`` identifies the first ``i`` messages; len(m) + 1 digests, of which ``begun`` are known."""
+    digests = list(begun)
+    for message in messages[len(begun) - 1 :]:
         digests.append(link(digests[-1], message))
     return digests
 

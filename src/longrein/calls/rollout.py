@@ -310,6 +310,7 @@ class OpenRollout:
             cause=answer.opening.cause,
             train=answer.agent.train,
             parent_id=answer.opening.parent_id,
+            inherited=answer.opening.inherited,
             delivered=reply is not None,
             started_at=started,
             ended_at=time.time(),

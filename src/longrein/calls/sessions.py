@@ -23,6 +23,7 @@ class Opening:
         digest: identifies the conversation's messages.
         beginning: identifies them up to the first user message: what differs there is another task.
         parent_id: the call whose tokens the prompt begins with, if any.
+        inherited: how many of the prompt's tokens are that call's prompt and completion; 0 without one.
     """
 
     conversation: Conversation
@@ -31,6 +32,7 @@ class Opening:
     prompt: Prompt
     cause: Cause
     parent_id: str | None = None
+    inherited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class _Point:
     tools: bytes
     recorded: Recorded
 
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and the completion."""
+        return len(self.recorded.prompt.ids) + len(self.recorded.completion_ids)
+
 
 class Sessions:
     """The sessions of one rollout."""
@@ -52,6 +59,7 @@ class Sessions:
         self._points: dict[str, _Point] = {}
         self._by_digest: dict[bytes, list[_Point]] = {}
         self._beginnings: set[bytes] = set()
+        self._last: tuple[tuple[Message, ...], list[bytes]] = ((), chain(()))
 
     def open(self, conversation: Conversation) -> Opening:
         """The prompt for ``conversation``, continuing a recorded call where that is possible.
@@ -59,7 +67,7 @@ class Sessions:
         Raises:
             InvalidRequest: the model's template cannot show this conversation.
         """
-        digests = chain(conversation.messages)
+        digests = self._chain(conversation.messages)
         beginning = _beginning(conversation, digests)
         point, longest = self._longest(conversation, digests, digest_tools(conversation.tools))
         if point is None:
@@ -70,11 +78,12 @@ class Sessions:
         known = point.recorded.conversation
         shown = known.followed_by(conversation.messages[len(known.messages) :])
         extended = self._renderer.extend(point.recorded, shown)
+        parent = self._cause(point, longest), point.call_id, point.tokens
         if not isinstance(extended, Cause):
-            return Opening(shown, digests[-1], beginning, extended, self._cause(point, longest), point.call_id)
+            return Opening(shown, digests[-1], beginning, extended, *parent)
         prompt = self._renderer.render(conversation)
         if _begins(prompt, point.recorded):
-            return Opening(conversation, digests[-1], beginning, prompt, self._cause(point, longest), point.call_id)
+            return Opening(conversation, digests[-1], beginning, prompt, *parent)
         return Opening(conversation, digests[-1], beginning, prompt, extended)
 
     def add(self, call_id: str, opening: Opening, reply: Message, completion_ids: IntArray, *, whole: bool) -> None:
@@ -96,6 +105,15 @@ class Sessions:
         point = self._points.pop(call_id, None)
         if point is not None:
             self._by_digest[point.digest].remove(point)
+
+    def _chain(self, messages: tuple[Message, ...]) -> list[bytes]:
+        """``chain(messages)``, digesting only what the conversation before did not begin with."""
+        before, known = self._last
+        pairs = enumerate(zip(before, messages, strict=False))
+        same = next((i for i, (old, new) in pairs if old != new), min(len(before), len(messages)))
+        digests = chain(messages, known[: same + 1])
+        self._last = messages, digests
+        return digests
 
     def _longest(
         self, conversation: Conversation, digests: list[bytes], tools: bytes

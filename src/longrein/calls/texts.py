@@ -50,8 +50,7 @@ class Texts:
             text = self._renderer.decode(given)
             point = max(self._begun_by(ids), key=lambda point: len(point.ids), default=None)
         told = Conversation((Message("user", text),))
-        cause, parent_id = self._cause(point)
-        return Opening(told, b"", b"", Prompt(ids, TextMark.of(text)), cause, parent_id)
+        return Opening(told, b"", b"", Prompt(ids, TextMark.of(text)), *self._parent(point))
 
     def add(self, call_id: str, opening: Opening, said: str, completion_ids: IntArray, *, whole: bool) -> None:
         """Make a delivered call one that later ones may continue; ``whole`` as for ``Recorded``."""
@@ -80,13 +79,13 @@ class Texts:
     def _begun_by(self, ids: IntArray) -> Iterator[_Point]:
         return (point for point in self._known() if np.array_equal(ids[: len(point.ids)], point.ids))
 
-    def _cause(self, point: _Point | None) -> tuple[Cause, str | None]:
+    def _parent(self, point: _Point | None) -> tuple[Cause, str | None, int]:
         if point is None:
-            return Cause.NEW_SESSION, None
+            return Cause.NEW_SESSION, None, 0
         if not point.whole:
-            return Cause.TEXT_CHANGED, None
+            return Cause.TEXT_CHANGED, None, 0
         gone_on = any(other.parent_id == point.call_id for other in self._known())
-        return Cause.HISTORY_REWRITTEN if gone_on else Cause.EXTENDED, point.call_id
+        return Cause.HISTORY_REWRITTEN if gone_on else Cause.EXTENDED, point.call_id, len(point.ids)
 
     def _known(self) -> tuple[_Point, ...]:
         # A copy: a large request is opened beside the loop, where calls are added meanwhile.
