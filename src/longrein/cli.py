@@ -122,18 +122,20 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _print_plan(config: Config) -> int:
     """The resolved configuration and the tasks it leads to."""
-    from longrein.plan import training_groups
+    from longrein.plan import training_group
     from longrein.run import load_tasks
 
     tasks, held_out = load_tasks(config)
-    first = training_groups(
-        tasks,
-        0,
-        groups=config.training.groups,
-        rollouts=config.training.rollouts,
-        temperature=config.sampling.temperature,
-        seed=config.training.seed,
-    )
+    first = [
+        training_group(
+            tasks,
+            number,
+            rollouts=config.training.rollouts,
+            temperature=config.sampling.temperature,
+            seed=config.training.seed,
+        )
+        for number in range(config.training.groups)
+    ]
     plan = {
         "config": config.model_dump(mode="json"),
         "plan": {

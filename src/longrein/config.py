@@ -171,8 +171,8 @@ class GatewaySection(Section):
     max_concurrent_calls: int = Field(default=8, ge=1)
     """Calls of one rollout at once."""
     max_body_mb: float = Field(default=16.0, gt=0)
-    drain_s: float = Field(default=120.0, gt=0)
-    """Seconds the gate waits for calls in flight."""
+    drain_s: float = Field(default=5.0, ge=0)
+    """Seconds an update waits for calls in flight to end; later ones are cut at a token, and go on after it."""
 
 
 class AgentRule(Section):
@@ -330,7 +330,7 @@ class AlgorithmSection(Section):
     ``training.groups``; ``variance``: the ``keep_share`` of the groups whose rewards vary most."""
     keep_share: float = Field(default=1.0, gt=0, le=1)
     collect_rounds: int = Field(default=4, ge=1)
-    """Most rounds of collecting that ``contrast`` makes in a step; what there is by then is learned from."""
+    """``contrast``: a step takes at most so many times its groups; what there is by then is learned from."""
 
     overlong_limit: int | None = Field(default=None, ge=1)
     """Sampled tokens of a rollout from which it is too long: 1 is taken off its reward."""
@@ -430,8 +430,13 @@ class TrainingSection(Section):
     """Task order and sampling."""
     quorum: float = Field(default=0.5, gt=0, le=1)
     """Share of a group's rollouts that must be valid for it to count."""
+    mode: Literal["sync", "async"] = "sync"
+    """Whether rollouts of further steps go on while a step is made."""
+    max_staleness: int = Field(default=1, ge=0)
+    """``async``: how many steps' groups may be under way beyond a step's own, and how many versions older than the
+    policy a trained token may be; older ones are left out."""
     collect_s: float = Field(default=1800.0, gt=0)
-    """Seconds a step's rollouts may take; what is unfinished then is cancelled."""
+    """Seconds a group's rollouts may take from when its first starts; what is unfinished then is cancelled."""
     eval_samples: int = Field(default=4, ge=0)
     """Samples of each held-out task at the training temperature, before and after; greedy takes one."""
     eval_every: int = Field(default=0, ge=0)

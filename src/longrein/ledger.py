@@ -28,7 +28,7 @@ SCHEMA_VERSION = 4
 SCHEMA = """
 create table if not exists meta (key text primary key, value text not null);
 create table if not exists groups (
-    group_id text primary key, step integer not null, task_id text not null, split text not null);
+    group_id text primary key, step integer, task_id text not null, split text not null);
 create table if not exists rollouts (
     rollout_id text primary key, group_id text not null references groups, task_id text not null, split text not null,
     idx integer not null, attempt integer not null, temperature real not null, state text not null,
@@ -147,6 +147,33 @@ class Ledger:
             "insert or ignore into groups values (?, ?, ?, ?)",
             (group.group_id, group.step, group.task_id, group.split.value),
         )
+
+    async def take(self, group_ids: Sequence[str], step: int) -> None:
+        """Give groups to a step, which alone learns from them.
+
+        Raises:
+            LedgerError: one of them is not recorded, or belongs to a step already; none is given away then.
+        """
+
+        def work() -> None:
+            with self._connection:
+                for group_id in group_ids:
+                    taken = self._connection.execute(
+                        "update groups set step = ? where group_id = ? and step is null", (step, group_id)
+                    )
+                    if taken.rowcount != 1:
+                        raise LedgerError(
+                            f"{self._file}: group {group_id} cannot be given to step {step}: another has it."
+                        )
+
+        await self._run(work)
+
+    async def taken(self) -> frozenset[str]:
+        """The training groups that belong to a step."""
+        rows = await self._select(
+            "select group_id from groups where split = ? and step is not null", (Split.TRAIN.value,)
+        )
+        return frozenset(row[0] for row in rows)
 
     async def add_rollout(self, rollout: Rollout) -> None:
         """Record a queued rollout.

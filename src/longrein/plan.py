@@ -1,4 +1,4 @@
-"""Which tasks each step trains on: a pure function of seed and step, so a resumed run goes on in the same order."""
+"""Which task each group is of: a pure function of seed and number, so a resumed run goes on in the same order."""
 
 import random
 from collections.abc import Sequence
@@ -7,25 +7,13 @@ from longrein.agents.controller import Wanted
 from longrein.records import Group, Split, Task
 
 
-def training_groups(
-    tasks: Sequence[Task], step: int, *, groups: int, rollouts: int, temperature: float, seed: int, round_: int = 0
-) -> list[Wanted]:
-    """The groups of a step. Tasks come in epochs: each once, in an order of that epoch's own.
-
-    Args:
-        round_: of collecting within the step; further rounds take tasks in an order of their own, so that they move no
-            other step's.
-    """
-    name = f"s{step:05d}" + (f"-r{round_}" if round_ else "")
-    wanted = []
-    for place in range(groups):
-        epoch, index = divmod(place if round_ else step * groups + place, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{seed}/{name}/{epoch}" if round_ else f"{seed}/{epoch}").shuffle(order)
-        task = tasks[order[index]]
-        group = Group(f"{name}-g{place:02d}", step, task.task_id, Split.TRAIN)
-        wanted.append(Wanted(group, task, rollouts, temperature))
-    return wanted
+def training_group(tasks: Sequence[Task], number: int, *, rollouts: int, temperature: float, seed: int) -> Wanted:
+    """A run's group with this number. Tasks come in epochs: each once, in an order of that epoch's own."""
+    epoch, index = divmod(number, len(tasks))
+    order = list(range(len(tasks)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    task = tasks[order[index]]
+    return Wanted(Group(f"g{number:06d}", None, task.task_id, Split.TRAIN), task, rollouts, temperature)
 
 
 def evaluation_groups(

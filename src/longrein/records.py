@@ -111,10 +111,14 @@ class FailureClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task that share a baseline."""
+    """The rollouts of one task that share a baseline.
+
+    Attributes:
+        step: that learns from them, None until one does; of held-out rollouts, after which they were sampled.
+    """
 
     group_id: str
-    step: int
+    step: int | None
     task_id: str
     split: Split
 

@@ -1,8 +1,9 @@
 """The training loop, read top to bottom.
 
-A step: collect groups of rollouts, close the gate, update on their calls, serve the new weights, open the gate. The
-harness notices nothing. The ledger holds what was collected and the checkpoint what was learned; a run that stops at
-any point goes on from the last checkpoint and re-uses every rollout recorded since.
+A step: take groups of rollouts that are complete, close the gate, update on their calls, serve the new weights, open
+the gate. The harness notices nothing, and in ``async`` mode further rollouts go on all the while. The ledger holds what
+was collected and the checkpoint what was learned; a run that stops at any point goes on from the last checkpoint and
+re-uses every rollout recorded since.
 """
 
 import asyncio
@@ -13,15 +14,15 @@ from dataclasses import asdict
 from typing import Any
 
 from longrein.agents.controller import Collected
+from longrein.collecting import Collecting, at_quorum, kept
 from longrein.config import Config
 from longrein.errors import ConfigError, LedgerError, NoResult, NothingLearned
 from longrein.identity import flat
 from longrein.learning.batch import TrainBatch, TrainGroup, TrainRollout
 from longrein.learning.figures import UpdateReport
 from longrein.learning.process import process_rewards
-from longrein.learning.shaping import kept_groups
 from longrein.ledger import CommittedStep
-from longrein.plan import evaluation_groups, training_groups
+from longrein.plan import evaluation_groups
 from longrein.progress import Display
 from longrein.publishing import checkpoints
 from longrein.publishing.publish import publish
@@ -41,14 +42,15 @@ async def train(config: Config) -> str:
             step = await resume(run)
             await evaluate(run, 0, step)
             idle = 0
-            while step < config.training.steps:
-                metrics = await train_step(run, step)
-                step += 1
-                idle = 0 if metrics["learned"] else idle + 1
-                if idle >= config.training.nothing_learned:
-                    raise NothingLearned(_nothing_learned(idle, metrics))
-                if config.training.eval_every and step % config.training.eval_every == 0:
-                    await evaluate(run, step, step)
+            async with Collecting(run) as collecting:
+                while step < config.training.steps:
+                    metrics = await train_step(run, collecting, step)
+                    step += 1
+                    idle = 0 if metrics["learned"] else idle + 1
+                    if idle >= config.training.nothing_learned:
+                        raise NothingLearned(_nothing_learned(idle, metrics))
+                    if config.training.eval_every and step % config.training.eval_every == 0:
+                        await evaluate(run, step, step)
             await evaluate(run, step, step)
             return await conclude(run, step)
 
@@ -92,13 +94,15 @@ async def resume(run: Run) -> int:
     return step
 
 
-async def train_step(run: Run, step: int) -> dict[str, Any]:
+async def train_step(run: Run, collecting: Collecting, step: int) -> dict[str, Any]:
     """One step; returns its metrics."""
     began = time.monotonic()
-    groups = await collect(run, step)
+    groups = await collect(run, collecting, step)
     collected = time.monotonic()
     batch = await assemble(run, step, kept(run, groups))
-    await run.gateway.pause(run.config.gateway.drain_s)
+    assembled = time.monotonic()
+    cut = await run.gateway.pause(run.config.gateway.drain_s)
+    drained = time.monotonic()
     try:
         report = await update(run, batch)
         updated = time.monotonic()
@@ -106,14 +110,24 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
     finally:
         run.gateway.resume()
     published = time.monotonic()
+    tell_stale(run, batch, report)
     seconds = {
         "seconds": published - began,
         "seconds_collect": collected - began,
-        "seconds_update": updated - collected,
+        "seconds_drain": drained - assembled,
+        "seconds_update": updated - drained,
         "seconds_publish": published - updated,
         "seconds_save": 0.0,
     }
-    metrics = {"step": step, "version": step + 1, **_rollout_metrics(groups, batch), **asdict(report), **seconds}
+    ahead = {"groups_under_way": collecting.under_way, "calls_cut": cut}
+    metrics = {
+        "step": step,
+        "version": step + 1,
+        **_rollout_metrics(groups, batch),
+        **ahead,
+        **asdict(report),
+        **seconds,
+    }
     # Before the checkpoint: wherever we are stopped, the ledger knows every step that a checkpoint holds.
     await run.ledger.commit_step(CommittedStep(step, step + 1, metrics, time.time()))
     last = step + 1 == run.config.training.steps
@@ -127,64 +141,18 @@ async def train_step(run: Run, step: int) -> dict[str, Any]:
     return metrics
 
 
-async def collect(run: Run, step: int) -> list[Collected]:
-    """The step's groups, in as many rounds as the algorithm takes to have enough of them.
+async def collect(run: Run, collecting: Collecting, step: int) -> list[Collected]:
+    """The step's groups.
 
     Raises:
-        NoResult: no rollout of the first round has a reward.
+        NoResult: no rollout has a reward.
     """
-    groups: list[Collected] = []
-    for round_ in range(_rounds(run)):
-        found, wanted = len(kept(run, groups)), run.config.training.groups
-        if found >= wanted:
-            break
-        if round_:
-            run.display.say(
-                f"step {step + 1}: {found} of {wanted} groups have contrast; collecting, round {round_ + 1}"
-            )
-        groups += await _collect_round(run, step, round_, wanted - found)
-    return groups
-
-
-def _rounds(run: Run) -> int:
-    algorithm = run.config.algorithm
-    return algorithm.collect_rounds if algorithm.keep_groups == "contrast" else 1
-
-
-async def _collect_round(run: Run, step: int, round_: int, count: int) -> list[Collected]:
-    training = run.config.training
-    wanted = training_groups(
-        run.tasks,
-        step,
-        groups=count,
-        rollouts=training.rollouts,
-        temperature=run.config.sampling.temperature,
-        seed=training.seed,
-        round_=round_,
-    )
-    rewards: list[float] = []
-    name = f"step {step + 1}" + (f", round {round_ + 1}" if round_ else "")
-    with run.display.phase(name, count * training.rollouts) as phase:
-
-        def finished(rollout: Rollout) -> None:
-            if rollout.reward is not None:
-                rewards.append(rollout.reward)
-            mean = sum(rewards) / max(len(rewards), 1)
-            phase.advance(f"rollouts, reward {mean:.2f}")
-
-        groups = await run.controller.collect(wanted, finished)
-    tell_failures(run, name, groups)
+    groups = await collecting.take(step)
+    tell_failures(run, f"step {step + 1}", groups)
     for group in groups:
-        if not _at_quorum(run, group):
+        if not at_quorum(run, group):
             run.display.say(f"group {group.group.group_id} ({group.task.task_id}) is below quorum and left out")
     return groups
-
-
-def kept(run: Run, groups: Sequence[Collected]) -> list[Collected]:
-    """The groups that are learned from: at quorum, chosen by the algorithm, and no more than a step has."""
-    valid = [group for group in groups if _at_quorum(run, group)]
-    rewards = [[_reward(rollout) for rollout in group.rollouts] for group in valid]
-    return [valid[index] for index in kept_groups(rewards, run.config.algorithm)][: run.config.training.groups]
 
 
 def tell_failures(run: Run, what: str, groups: Sequence[Collected]) -> None:
@@ -209,11 +177,6 @@ def tell_failures(run: Run, what: str, groups: Sequence[Collected]) -> None:
         )
 
 
-def _at_quorum(run: Run, group: Collected) -> bool:
-    training = run.config.training
-    return len(group.rollouts) >= max(2, training.quorum * training.rollouts)
-
-
 async def assemble(run: Run, step: int, groups: Sequence[Collected]) -> TrainBatch:
     """The recorded calls of every valid rollout."""
     assembled = []
@@ -225,7 +188,23 @@ async def assemble(run: Run, step: int, groups: Sequence[Collected]) -> TrainBat
             process = await _process_rewards(run, rollout, calls)
             rollouts.append(TrainRollout(rollout.rollout_id, _reward(rollout), tuple(calls), cut_off, process))
         assembled.append(TrainGroup(group.group.group_id, tuple(rollouts)))
-    return TrainBatch(tuple(assembled), step)
+    training = run.config.training
+    return TrainBatch(tuple(assembled), step, training.max_staleness if training.mode == "async" else None)
+
+
+def tell_stale(run: Run, batch: TrainBatch, report: UpdateReport) -> None:
+    """Say which rollouts have tokens that were too old to be trained."""
+    if report.tokens_stale and batch.max_staleness is not None:
+        oldest = batch.version - batch.max_staleness
+        names = [
+            rollout.rollout_id
+            for rollout in batch.rollouts
+            if any(call.train and call.delivered and (call.versions < oldest).any() for call in rollout.calls)
+        ]
+        run.display.say(
+            f"step {batch.version + 1}: {report.tokens_stale} tokens of {len(names)} rollouts ({', '.join(names[:3])}"
+            f"{', …' if len(names) > 3 else ''}) are older than {batch.max_staleness} versions and left out"
+        )
 
 
 async def _process_rewards(run: Run, rollout: Rollout, calls: Sequence[Call]) -> tuple[float | None, ...]:

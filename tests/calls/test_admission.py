@@ -44,7 +44,30 @@ async def test_pause_waits_for_what_is_in_flight() -> None:
     await running
 
 
-async def test_pause_in_vain_names_what_runs_and_opens_again() -> None:
+async def test_what_takes_longer_is_cut() -> None:
+    gate = Gate()
+    parts = []
+
+    async def call() -> None:
+        for part in range(2):
+            async with gate.passing("r7 call 3") as passage:
+                stopped = asyncio.Event()
+                passage.when_cut = stopped.set
+                parts.append(part)
+                if not part:
+                    await stopped.wait()
+
+    running = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    assert await gate.pause(0.02) == 1
+    assert parts == [0] and not running.done()
+    gate.resume()
+    await running
+    assert parts == [0, 1] and await gate.pause(1) == 0
+
+
+async def test_pause_in_vain_names_what_runs_and_opens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longrein.calls.admission.CUT_S", 0.02)
     gate = Gate()
     leave = asyncio.Event()
 
@@ -54,7 +77,7 @@ async def test_pause_in_vain_names_what_runs_and_opens_again() -> None:
 
     running = asyncio.create_task(call())
     await asyncio.sleep(0)
-    with pytest.raises(DeadlineExceeded, match=r"r7 call 3.*gateway\.drain_s"):
+    with pytest.raises(DeadlineExceeded, match=r"gateway\.drain_s.*r7 call 3"):
         await gate.pause(0.02)
     leave.set()
     await running

@@ -96,7 +96,8 @@ def test_weights_count_every_valid_rollout(groups: list[list[float]], data: st.D
 
 
 def test_a_masked_rollout_stays_in_baseline_and_count() -> None:
-    rows, masked = targets([1, 2, 3]), np.array([False, True, False])
+    rows = targets([1, 2, 3])
+    masked = rows.rollout == 1
     whole, part = (assign([[0.0, 1.0, 2.0]], rows, AlgorithmSection(), masked=each) for each in (None, masked))
     np.testing.assert_array_equal(part.advantage, whole.advantage)
     np.testing.assert_array_equal(part.weight, np.where(rows.rollout == 1, 0, whole.weight))

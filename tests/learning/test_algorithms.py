@@ -144,7 +144,9 @@ def library_loss(groups: naive.Groups, algorithm: AlgorithmSection, hand: int) -
         targets,
         algorithm,
         process=[[[turn.reward for turn in attempt.turns] for attempt in group] for group in groups],
-        masked=np.array([algorithm.cut_off == "mask" and attempt.cut_off for attempt in attempts], bool),
+        masked=np.array([algorithm.cut_off == "mask" and attempt.cut_off for attempt in attempts], bool)[
+            targets.rollout
+        ],
     )
     if algorithm.mini_batches > 1:
         mine = np.repeat(np.arange(len(groups)) % algorithm.mini_batches == hand, [len(group) for group in groups])

@@ -1,6 +1,6 @@
 """Turns groups that should exist into rollouts that do: queues, runs, retries, gives up in time.
 
-Invariant: every rollout this starts is ``done``, ``failed`` or ``cancelled`` in the ledger when ``collect`` returns,
+Invariant: every rollout this starts is ``done``, ``failed`` or ``cancelled`` in the ledger when ``group`` returns,
 raises or is cancelled; nothing waits past the deadline.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from longrein.agents.runner import Launch, Outcome, Runner, Trial
 from longrein.ledger import Ledger
@@ -81,7 +81,11 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much at once, how often again, how long."""
+    """How much at once, how often again, how long.
+
+    Attributes:
+        deadline_s: of a group, from when its first rollout starts.
+    """
 
     concurrency: int
     retries: int
@@ -121,45 +125,58 @@ class Controller:
     async def collect(
         self, wanted: Sequence[Wanted], finished: Callable[[Rollout], None] = lambda rollout: None
     ) -> list[Collected]:
-        """Run what the ledger does not hold yet, and return every group.
+        """Several groups at once, as ``group`` does."""
+        tasks = [asyncio.create_task(self.group(want, finished)) for want in wanted]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await _end(tasks)
+
+    async def group(self, want: Wanted, finished: Callable[[Rollout], None] = lambda rollout: None) -> Collected:
+        """Run what the ledger does not hold yet of a group, and return all of it.
 
         ``finished`` is told of each rollout as it ends, those found in the ledger included.
         """
-        for want in wanted:
-            await self._ledger.add_group(want.group)
-        missing = [item for want in wanted for item in await self._missing(want, finished)]
-        tasks = [asyncio.create_task(self._rollout(want, rollout, finished)) for want, rollout in missing]
+        await self._ledger.add_group(want.group)
+        begun = asyncio.Event()
+        missing = await self._missing(want, finished)
+        tasks = [asyncio.create_task(self._rollout(want, rollout, finished, begun)) for rollout in missing]
         try:
             if tasks:
+                await begun.wait()
                 await asyncio.wait(tasks, timeout=self._limits.deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await _end(tasks)
         for task in tasks:
             if not task.cancelled() and (error := task.exception()):
                 raise error
-        return [await self._collected(want) for want in wanted]
+        return await self.recorded(want)
 
-    async def _missing(self, want: Wanted, finished: Callable[[Rollout], None]) -> list[tuple[Wanted, Rollout]]:
+    async def _missing(self, want: Wanted, finished: Callable[[Rollout], None]) -> list[Rollout]:
         recorded = await self._ledger.rollouts(want.group.group_id)
         valid = {rollout.index: rollout for rollout in recorded if rollout.valid}
         for rollout in valid.values():
             finished(rollout)
         return [
-            (want, _queued(want, index, sum(r.index == index for r in recorded)))
+            _queued(want, index, sum(r.index == index for r in recorded))
             for index in range(want.size)
             if index not in valid
         ]
 
-    async def _collected(self, want: Wanted) -> Collected:
+    async def recorded(self, want: Wanted) -> Collected:
+        """A group as the ledger has it; nothing is run."""
         recorded = await self._ledger.rollouts(want.group.group_id)
         valid = {rollout.index: rollout for rollout in recorded if rollout.valid}
         last = {r.index: r for r in recorded if r.index not in valid}
         failures = [f"{r.rollout_id}: {r.failure or r.state.value}" for r in last.values()]
         return Collected(want.group, want.task, tuple(valid[i] for i in sorted(valid)), tuple(failures))
 
-    async def _rollout(self, want: Wanted, rollout: Rollout, finished: Callable[[Rollout], None]) -> None:
-        """One rollout, with its retries."""
+    async def _rollout(
+        self, want: Wanted, rollout: Rollout, finished: Callable[[Rollout], None], begun: asyncio.Event
+    ) -> None:
+        """One rollout, with its retries. Slots are given in the order in which they were asked for."""
         async with self._slots:
+            begun.set()
             for _ in range(self._limits.retries + 1):
                 ended, retryable = await self._attempt(want, rollout)
                 if ended.valid or not retryable:
@@ -219,7 +236,7 @@ class Controller:
         )
 
 
-async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
+async def _end(tasks: "Sequence[asyncio.Task[Any]]") -> None:
     """Cancel what still runs and see it through: a sandbox must be gone before its rollout is."""
     for task in tasks:
         task.cancel()

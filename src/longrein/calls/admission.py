@@ -5,8 +5,8 @@ While the gate is closed nothing is refused and nothing is sampled. Every wait h
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from longrein.config import GatewaySection
 from longrein.errors import CapExceeded, DeadlineExceeded, Overloaded
@@ -14,35 +14,63 @@ from longrein.errors import CapExceeded, DeadlineExceeded, Overloaded
 HOLD_S = 3600.0
 """Longest time a call waits for the gate."""
 
+CUT_S = 60.0
+"""Longest time until a call that is cut has left the engine."""
+
 RETRY_AFTER_S = 2.0
 
 
+class Passage:
+    """A call in flight.
+
+    Attributes:
+        is_cut: whether it must stop at the token it has reached, and come back when the gate is open again.
+        when_cut: called when that is so.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.since = time.monotonic()
+        self.is_cut = False
+        self.when_cut: Callable[[], None] = lambda: None
+
+    def cut(self) -> None:
+        self.is_cut = True
+        self.when_cut()
+
+
 class Gate:
-    """Holds new calls while the policy changes, and lets those in flight end first."""
+    """Holds new calls while the policy changes; those in flight end first, or are cut at a token."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._inside: dict[object, tuple[str, float]] = {}
+        self._inside: set[Passage] = set()
 
-    async def pause(self, deadline_s: float) -> None:
-        """Close the gate and wait until no call is in flight.
+    async def pause(self, drain_s: float) -> int:
+        """Close the gate and wait until no call is in flight; how many were cut because they took over ``drain_s``.
 
         Raises:
-            DeadlineExceeded: names the calls that still ran; the gate is open again then.
+            DeadlineExceeded: names the calls that could not be cut; the gate is open again then.
         """
         self._open.clear()
         try:
-            await asyncio.wait_for(self._empty.wait(), deadline_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), drain_s)
+            late = tuple(self._inside)
+            for passage in late:
+                passage.cut()
+            await asyncio.wait_for(self._empty.wait(), CUT_S)
+            return len(late)
         except TimeoutError:
             now = time.monotonic()
-            names = ", ".join(f"{name} ({now - since:.0f} s)" for name, since in self._inside.values())
+            names = ", ".join(f"{passage.name} ({now - passage.since:.0f} s)" for passage in self._inside)
             self._open.set()
             raise DeadlineExceeded(
-                f"Waited {deadline_s:g} s for model calls in flight; still running: {names}. Raise gateway.drain_s, or "
-                "lower sampling.max_tokens."
+                f"Waited {drain_s:g} s (gateway.drain_s) for model calls in flight and {CUT_S:g} s more for the engine "
+                f"to stop them; still running: {names}."
             ) from None
         except BaseException:
             self._open.set()
@@ -52,20 +80,20 @@ class Gate:
         self._open.set()
 
     @asynccontextmanager
-    async def passing(self, name: str) -> AsyncIterator[None]:
+    async def passing(self, name: str) -> AsyncIterator[Passage]:
         """Wait for the gate, then count as in flight.
 
         Raises:
             DeadlineExceeded: the gate stayed closed for too long.
         """
         await self._wait()
-        token = object()
-        self._inside[token] = (name, time.monotonic())
+        passage = Passage(name)
+        self._inside.add(passage)
         self._empty.clear()
         try:
-            yield
+            yield passage
         finally:
-            del self._inside[token]
+            self._inside.remove(passage)
             if not self._inside:
                 self._empty.set()
 

@@ -148,13 +148,14 @@ class Gateway:
         self._keys = {hashed: other for hashed, other in self._keys.items() if other is not rollout}
         return await rollout.close()
 
-    async def pause(self, deadline_s: float) -> None:
-        """Hold new calls and wait until none is in flight.
+    async def pause(self, drain_s: float) -> int:
+        """Hold new calls and wait until none is in flight; those that take over ``drain_s`` are cut at a token, and go
+        on from there after ``resume``. Returns how many were.
 
         Raises:
-            DeadlineExceeded: names the calls that still ran; calls are not held then.
+            DeadlineExceeded: names the calls that could not be cut; calls are not held then.
         """
-        await self._services.gate.pause(deadline_s)
+        return await self._services.gate.pause(drain_s)
 
     def resume(self) -> None:
         """Let held calls go on."""

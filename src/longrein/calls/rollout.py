@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from longrein.calls.admission import Allowance
+from longrein.calls.admission import Allowance, Passage
 from longrein.calls.answer import Answer
 from longrein.calls.conversation import Conversation, Message, calls_are_valid, results_failed
 from longrein.calls.dialect import Ask, Dialect, Header, Reply, Target
@@ -188,7 +188,7 @@ class OpenRollout:
             top_p=self._services.sampling.top_p,
             top_k=self._services.sampling.top_k,
             stop_ids=self._services.renderer.stop_ids,
-            seed=None if self._seed is None else _call_seed(self._seed, index),
+            seed=None if self._seed is None else _seed(self._seed, index),
             policy=agent.policy,
         )
         header = self.header(ask, dialect)
@@ -222,11 +222,10 @@ class OpenRollout:
     async def _answer(self, answer: Answer, dialect: Dialect, body: Mapping[str, Any]) -> None:
         started = time.time()
         try:
-            async with self._services.gate.passing(f"{self.rollout_id} call {answer.index}"):
-                reply = await self._sampled(answer)
-                answer.kept = True
-                call = self._call(answer, dialect, body, reply, started)
-                await _within(RECORD_S, self._services.recorder.record(call), "a call to be recorded")
+            reply = await self._sampled(answer)
+            answer.kept = True
+            call = self._call(answer, dialect, body, reply, started)
+            await _within(RECORD_S, self._services.recorder.record(call), "a call to be recorded")
         except asyncio.CancelledError:
             await self._record_orphan(answer, dialect, body, started)
             raise
@@ -242,7 +241,7 @@ class OpenRollout:
             await self._mark_undelivered(answer)
 
     async def _sampled(self, answer: Answer) -> Reply:
-        """Sample to the end, telling followers of what grows."""
+        """Sample to the end, telling followers of what grows; behind the gate again where it was cut."""
         ask, sample = answer.ask, answer.sample
         growing = GrowingReply(
             self._services.renderer,
@@ -252,19 +251,11 @@ class OpenRollout:
             live=ask.stream,
             plain=ask.text is not None,
         )
-        chunks = self._services.engine.sample(answer.request)
-        try:
-            async with asyncio.timeout(STALL_S) as silence:
-                async for chunk in chunks:
-                    silence.reschedule(asyncio.get_running_loop().time() + STALL_S)
-                    sample.take(chunk)
-                    answer.publish(growing.grow(chunk.ids))
-                    if growing.cut:
-                        break
-        except TimeoutError:
-            raise EngineError(f"the engine gave no token for {STALL_S:g} s") from None
-        finally:
-            await _close(chunks)
+        ended, part = False, 0
+        while not ended:
+            async with self._services.gate.passing(f"{self.rollout_id} call {answer.index}") as passage:
+                ended = await self._sample(answer, growing, passage, part)
+            part += 1
         if growing.cut:
             sample.finish_reason = "stop"
             answer.whole = False
@@ -286,6 +277,43 @@ class OpenRollout:
             tokens=tokens,
             prompt_ids=tuple(answer.opening.prompt.ids.tolist()) if ask.token_ids else None,
             completion_ids=tuple(sample.ids) if ask.token_ids else None,
+        )
+
+    async def _sample(self, answer: Answer, growing: GrowingReply, passage: Passage, part: int) -> bool:
+        """Sample on from what there is; False where ``passage`` was cut before the end."""
+        sample, loop = answer.sample, asyncio.get_running_loop()
+        chunks = self._services.engine.sample(self._request(answer, part))
+        try:
+            async with asyncio.timeout(STALL_S) as silence:
+                passage.when_cut = lambda: silence.reschedule(loop.time())
+                async for chunk in chunks:
+                    sample.take(chunk)
+                    answer.publish(growing.grow(chunk.ids))
+                    if growing.cut or chunk.finish_reason is not None:
+                        return True
+                    if passage.is_cut:
+                        return False
+                    silence.reschedule(loop.time() + STALL_S)
+                return True
+        except TimeoutError:
+            if passage.is_cut:
+                return False
+            raise EngineError(f"the engine gave no token for {STALL_S:g} s") from None
+        finally:
+            passage.when_cut = lambda: None
+            await _close(chunks)
+
+    def _request(self, answer: Answer, part: int) -> SampleRequest:
+        """The call's request, or what is left of it where it was cut."""
+        request = answer.request
+        if not part:
+            return request
+        told = np.asarray(answer.sample.ids, dtype=np.int32)
+        return replace(
+            request,
+            prompt_ids=np.concatenate([request.prompt_ids, told]),
+            max_tokens=request.max_tokens - len(told),
+            seed=None if request.seed is None else _seed(request.seed, part),
         )
 
     def _call(
@@ -425,6 +453,6 @@ async def _within(seconds: float, work: Awaitable[None], what: str) -> None:
         raise DeadlineExceeded(f"Waited {seconds:g} s for {what}.") from None
 
 
-def _call_seed(seed: int, index: int) -> int:
-    """Each call of a rollout samples its own stream, the same one whenever the rollout is run."""
+def _seed(seed: int, index: int) -> int:
+    """Each call of a rollout samples its own stream, and each part of a call that was cut; always the same one."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:6], "big")

@@ -47,10 +47,12 @@ class TrainBatch:
 
     Attributes:
         version: of the policy that is updated; what sampled a token may be older.
+        max_staleness: in versions; tokens that are older are not trained. None trains them all.
     """
 
     groups: tuple[TrainGroup, ...]
     version: int = 0
+    max_staleness: int | None = None
 
     @property
     def rollouts(self) -> list[TrainRollout]:
@@ -81,6 +83,7 @@ class Work:
     """A batch, merged and credited, and the micro-batches of each of its optimizer steps.
 
     Attributes:
+        stale: (T,) targets that are too old to be trained.
         needed: (T,) targets of every rollout that has a credited one.
         steps: the losses of each optimizer step.
         parts: the micro-batches of all of them.
@@ -101,12 +104,15 @@ class Work:
         rollouts = batch.rollouts
         self.merged = harvest([rollout.calls for rollout in rollouts])
         targets = self.merged.targets
+        cut_off = np.array([algorithm.cut_off == "mask" and rollout.cut_off for rollout in rollouts], bool)
+        age = batch.version - targets.version
+        self.stale = np.zeros(len(targets), bool) if batch.max_staleness is None else age > batch.max_staleness
         self.credit = assign(
             _shaped_rewards(batch, targets, algorithm),
             targets,
             algorithm,
             process=[[_process(rollout) for rollout in group.rollouts] for group in batch.groups],
-            masked=np.array([algorithm.cut_off == "mask" and rollout.cut_off for rollout in rollouts], bool),
+            masked=cut_off[targets.rollout] | self.stale,
         )
         useful = np.bincount(targets.rollout, self.credit.credited, minlength=len(rollouts)) > 0
         self.needed = useful[targets.rollout] & (self.credit.weight > 0)
@@ -178,6 +184,8 @@ def nothing_to_learn(batch: TrainBatch, work: Work) -> str:
         return "no group reached its quorum of rollouts with a reward, or none was kept"
     if not len(work.merged.targets):
         return "no trainable token: no call was delivered, or nothing was sampled"
+    if work.stale.all():
+        return f"every token is older than training.max_staleness allows: {batch.max_staleness} versions"
     if not credit.weight.any():
         return "every rollout was cut off, and algorithm.cut_off is mask"
     if not credit.groups_with_contrast:

@@ -51,7 +51,7 @@ def assign(
         rewards: of each group, its valid rollouts' rewards, shaped already.
         targets: their rollouts are counted over the groups in order.
         process: of each group, of each rollout, one value for each of its calls; needed where they have a coefficient.
-        masked: (R,) rollouts of which nothing is trained; they count in baselines and in R.
+        masked: (T,) targets that are not trained; their rollouts count in baselines and in R.
     """
     advantage = _rollout_advantages(rewards, targets, algorithm)
     if algorithm.discount < 1:
@@ -59,7 +59,7 @@ def assign(
     if algorithm.process.coefficient:
         of_calls = np.concatenate([np.zeros(0), *(_process_advantages(group, algorithm) for group in process)])
         advantage = advantage + algorithm.process.coefficient * of_calls[targets.call]
-    trained = np.ones(len(targets), bool) if masked is None else ~masked[targets.rollout]
+    trained = np.ones(len(targets), bool) if masked is None else ~masked
     contrast = sum(has_contrast(group) for group in rewards)
     return _weighed(advantage, targets, algorithm, trained, sum(map(len, rewards)), len(rewards), contrast)
 

@@ -57,6 +57,7 @@ class UpdateReport:
         learning_rate: of the last optimizer step.
         optimizer_steps: made.
         tokens_trained: targets in the loss, those without advantage included.
+        tokens_stale: targets left out because they are older than the batch allows.
         tokens_flat: tokens of all trainable calls with nothing shared.
         tokens_forest: distinct tokens among them.
         tokens_computed: tokens computed with gradient: without what no credited target needs, with what was computed
@@ -84,6 +85,7 @@ class UpdateReport:
     learning_rate: float
     optimizer_steps: int
     tokens_trained: int
+    tokens_stale: int
     tokens_flat: int
     tokens_forest: int
     tokens_computed: int
@@ -157,7 +159,8 @@ class Figures:
             grad_norm=sum(self.norms) / max(len(self.norms), 1),
             learning_rate=self.rate,
             optimizer_steps=self.steps,
-            tokens_trained=len(targets),
+            tokens_trained=len(targets) - int(work.stale.sum()),
+            tokens_stale=int(work.stale.sum()),
             tokens_flat=work.merged.tokens_flat,
             tokens_forest=len(work.merged.forest),
             tokens_computed=total_tokens(work.parts),
