@@ -11,11 +11,13 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from longrein.config_file import load
 from longrein.ledger import Ledger
@@ -118,6 +120,86 @@ async def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
         for number in range(2 * step, 2 * step + 2):
             want = training_group(tasks, number, rollouts=4, temperature=1.0, seed=0)
             assert {rollout.task_id for rollout, _ in after[want.group.group_id]} == {want.task.task_id}
+
+
+async def test_an_async_run_trains_each_group_once_and_nothing_too_old(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=5)
+    given = [
+        argument
+        for key in ("mode=async", "max_staleness=2", "keep_checkpoints=9")
+        for argument in ("--set", f"training.{key}")
+    ]
+    ended = longrein("train", "--config", config, *given)
+    assert ended.returncode == 0, ended.stderr
+    metrics = read_metrics(tmp_path)
+    ages = {int(age) for line in metrics for age in line["by_age"]}  # type: ignore[attr-defined]
+    assert ages <= {0, 1, 2} and max(ages) > 0, "rollouts rode across updates, and none too long"
+    found = await recorded(tmp_path, Split.TRAIN, 5)
+    assert sorted(found) == [f"g{number:06d}" for number in range(10)]
+    tokens = Counter[str]()
+    for group, members in found.items():
+        valid = [calls for rollout, calls in members if rollout.valid]
+        assert len(valid) == 4
+        tokens[group] = sum(len(call.completion_ids) for calls in valid for call in calls)
+        for call in (call for calls in valid for call in calls):
+            assert call.versions.tolist() == sorted(call.versions.tolist()), "a call may see several versions, in order"
+    trained = sum(int(str(line["tokens_trained"])) + int(str(line["tokens_stale"])) for line in metrics)
+    assert trained == sum(tokens.values())
+    calls = [call for members in found.values() for _, calls in members for call in calls]
+    # What a version said of its tokens is what its checkpoint says of them.
+    for version in range(5):
+        module = model_after(tmp_path, version)
+        for call in [call for call in calls if version in call.versions][:6]:
+            mine = call.versions == version
+            assert np.abs(logprobs(module, call) - call.logprobs)[mine].max() < 1e-4, (version, call.call_id)
+            if version:
+                older = logprobs(model_after(tmp_path, version - 1), call)
+                assert np.abs(older - call.logprobs)[mine].max() > 1e-3, "another version would have been told apart"
+
+
+def model_after(root: Path, step: int) -> Any:
+    """The policy after so many steps, from its checkpoint."""
+    module = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    if step:
+        (file,) = (root / "run" / "checkpoints" / f"step-{step:06d}").glob("**/model.safetensors")
+        missing, unknown = module.load_state_dict(load_file(file), strict=False)
+        assert not unknown and set(missing) <= {"lm_head.weight"}
+    return module.eval()
+
+
+def logprobs(module: Any, call: Call) -> Any:
+    """Of a call's sampled tokens, at temperature 1."""
+    ids = torch.tensor(np.concatenate([call.prompt_ids, call.completion_ids])[None].astype(np.int64))
+    with torch.inference_mode():
+        found = module(ids).logits[0, len(call.prompt_ids) - 1 : -1].double().log_softmax(-1)
+    return found.gather(1, ids[0, len(call.prompt_ids) :, None])[:, 0].numpy()
+
+
+async def test_a_killed_async_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=4)
+    given = ["--config", str(config), "--set", "training.mode=async", "--set", "training.save_every=2"]
+    command = [sys.executable, "-m", "longrein.cli", "train", *given]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as first:
+        deadline = time.monotonic() + 120
+        # After the third step, whose weights no checkpoint holds.
+        while len(read_metrics(tmp_path)) < 3:
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(first.pid, signal.SIGKILL)
+    before = await taken(tmp_path)
+    assert longrein("train", *given).returncode == 0
+    after = await taken(tmp_path)
+    assert set(before) >= {0, 1, 2} and all(after[step] == groups for step, groups in before.items())
+    assert [len(after[step]) for step in range(4)] == [2, 2, 2, 2]
+    assert sorted(group for groups in after.values() for group in groups) == [f"g{number:06d}" for number in range(8)]
+
+
+async def taken(root: Path) -> dict[int, list[str]]:
+    """Step → the groups it took."""
+    ledger = await Ledger.open(root / "run" / "ledger.db")
+    steps = {step: [group.group_id for group in await ledger.groups(Split.TRAIN, step)] for step in range(10)}
+    await ledger.close()
+    return {step: groups for step, groups in steps.items() if groups}
 
 
 def test_ledger_and_checkpoints_stay_together(tmp_path: Path) -> None:
