@@ -78,6 +78,11 @@ async def test_a_run_trains_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out tasks" in (tmp_path / "run" / "report.md").read_text()
 
+    proved = longrein("audit", "--config", config)
+    assert proved.returncode == 0, proved.stdout
+    assert '"detail": "6 groups are of the tasks that the plan names, in its order"' in proved.stdout
+    assert '"detail": "72 calls are whole, and go on from exactly what they say"' in proved.stdout
+
     again = longrein("train", "--config", config)
     assert again.returncode == 0, again.stderr
     assert read_metrics(tmp_path) == metrics
@@ -145,6 +150,7 @@ async def test_an_async_run_trains_each_group_once_and_nothing_too_old(tmp_path:
             assert call.versions.tolist() == sorted(call.versions.tolist()), "a call may see several versions, in order"
     trained = sum(int(str(line["tokens_trained"])) + int(str(line["tokens_stale"])) for line in metrics)
     assert trained == sum(tokens.values())
+    assert (proved := longrein("audit", "--config", config, *given)).returncode == 0, proved.stdout
     calls = [call for members in found.values() for _, calls in members for call in calls]
     # What a version said of its tokens is what its checkpoint says of them.
     for version in range(5):
@@ -188,6 +194,7 @@ async def test_a_killed_async_run_goes_on_where_it_was(tmp_path: Path) -> None:
         os.kill(first.pid, signal.SIGKILL)
     before = await taken(tmp_path)
     assert longrein("train", *given).returncode == 0
+    assert (proved := longrein("audit", *given)).returncode == 0, proved.stdout
     after = await taken(tmp_path)
     assert set(before) >= {0, 1, 2} and all(after[step] == groups for step, groups in before.items())
     assert [len(after[step]) for step in range(4)] == [2, 2, 2, 2]

@@ -1,4 +1,4 @@
-"""The command line: ``longrein train | doctor | eval | harness``.
+"""The command line: ``longrein train | doctor | audit | eval | harness``.
 
 Every refusal is one paragraph on standard error and a non-zero exit; what a command is asked for goes to standard
 output. Ctrl-C stops a run cleanly (exit 130), and the same command goes on with it.
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("train", _train, "train, or go on with the run in output.dir"),
         ("doctor", _doctor, "check everything that can fail; print one JSON object"),
+        ("audit", _audit, "prove from the ledger what the run in output.dir did; print one JSON object"),
         ("eval", _evaluate, "score the held-out tasks, with the run's last checkpoint if there is one"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -106,6 +107,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _print_plan(config)
     report = examine(config)
+    print(json.dumps(report.as_json(), indent=2))
+    return 0 if report.ok else 1
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from longrein.audit import audit
+
+    config = load(arguments.config, arguments.set)
+    if arguments.dry_run:
+        return _print_plan(config)
+    report = asyncio.run(audit(config))
     print(json.dumps(report.as_json(), indent=2))
     return 0 if report.ok else 1
 

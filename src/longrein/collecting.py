@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from longrein.agents.controller import Collected, Wanted
-from longrein.learning.shaping import kept_groups
+from longrein.batches import kept
 from longrein.plan import training_group
 from longrein.progress import Phase
 from longrein.records import Rollout, Split
@@ -55,8 +55,7 @@ class Collecting:
         training, most = self._run.config.training, self._most()
         found: dict[int, Collected] = {}
         with self._run.display.phase(f"step {step + 1}", training.groups * training.rollouts) as self._phase:
-            while (missing := training.groups - len(kept(self._run, list(found.values())))) > 0 and len(found) < most:
-                missing = min(missing, most - len(found))
+            while missing := min(self._missing(list(found.values())), most - len(found)):
                 if len(self._running) < missing and found:
                     self._run.display.say(
                         f"step {step + 1}: {len(found)} groups are complete, {training.groups - missing} of them with "
@@ -74,6 +73,9 @@ class Collecting:
             self._ended.pop(group.group.group_id, None)
         self._start(0, step)
         return groups
+
+    def _missing(self, found: Sequence[Collected]) -> int:
+        return self._run.config.training.groups - len(kept(self._run.config, found))
 
     def _most(self) -> int:
         """Groups that a step may take at most; those without contrast are replaced by others."""
@@ -114,16 +116,3 @@ class Collecting:
         whole = self._run.config.training.groups * self._run.config.training.rollouts
         mean = sum(rewards) / max(len(rewards), 1)
         self._phase.reach(min(len(ended), whole), whole, f"rollouts, reward {mean:.2f}")
-
-
-def at_quorum(run: Run, group: Collected) -> bool:
-    """Whether enough of a group's rollouts are valid."""
-    training = run.config.training
-    return len(group.rollouts) >= max(2, training.quorum * training.rollouts)
-
-
-def kept(run: Run, groups: Sequence[Collected]) -> list[Collected]:
-    """The groups that are learned from: at quorum, chosen by the algorithm, and no more than a step has."""
-    valid = [group for group in groups if at_quorum(run, group)]
-    rewards = [[rollout.reward or 0.0 for rollout in group.rollouts] for group in valid]
-    return [valid[index] for index in kept_groups(rewards, run.config.algorithm)][: run.config.training.groups]

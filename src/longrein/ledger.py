@@ -236,6 +236,13 @@ class Ledger:
         )
         return [Group(row[0], row[1], row[2], Split(row[3])) for row in rows]
 
+    async def all_groups(self, split: Split) -> list[Group]:
+        """In order of their ids."""
+        rows = await self._select(
+            "select group_id, step, task_id, split from groups where split = ? order by group_id", (split.value,)
+        )
+        return [Group(row[0], row[1], row[2], Split(row[3])) for row in rows]
+
     async def rollouts(self, group_id: str) -> list[Rollout]:
         """All attempts of a group's rollouts, by index and attempt."""
         rows = await self._select(

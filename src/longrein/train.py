@@ -14,19 +14,19 @@ from dataclasses import asdict
 from typing import Any
 
 from longrein.agents.controller import Collected
-from longrein.collecting import Collecting, at_quorum, kept
+from longrein.batches import assemble, at_quorum, kept, reward_of
+from longrein.collecting import Collecting
 from longrein.config import Config
 from longrein.errors import ConfigError, LedgerError, NoResult, NothingLearned
 from longrein.identity import flat
-from longrein.learning.batch import TrainBatch, TrainGroup, TrainRollout
+from longrein.learning.batch import TrainBatch
 from longrein.learning.figures import UpdateReport
-from longrein.learning.process import process_rewards
 from longrein.ledger import CommittedStep
 from longrein.plan import evaluation_groups
 from longrein.progress import Display
 from longrein.publishing import checkpoints
 from longrein.publishing.publish import publish
-from longrein.records import Call, Rollout
+from longrein.records import Rollout
 from longrein.report import Comparison, Evaluation, draw_curve, table, write_report
 from longrein.run import Run, opened
 
@@ -99,7 +99,7 @@ async def train_step(run: Run, collecting: Collecting, step: int) -> dict[str, A
     began = time.monotonic()
     groups = await collect(run, collecting, step)
     collected = time.monotonic()
-    batch = await assemble(run, step, kept(run, groups))
+    batch = await assemble(run.config, run.ledger, kept(run.config, groups), step)
     assembled = time.monotonic()
     cut = await run.gateway.pause(run.config.gateway.drain_s)
     drained = time.monotonic()
@@ -150,7 +150,7 @@ async def collect(run: Run, collecting: Collecting, step: int) -> list[Collected
     groups = await collecting.take(step)
     tell_failures(run, f"step {step + 1}", groups)
     for group in groups:
-        if not at_quorum(run, group):
+        if not at_quorum(run.config, group):
             run.display.say(f"group {group.group.group_id} ({group.task.task_id}) is below quorum and left out")
     return groups
 
@@ -177,21 +177,6 @@ def tell_failures(run: Run, what: str, groups: Sequence[Collected]) -> None:
         )
 
 
-async def assemble(run: Run, step: int, groups: Sequence[Collected]) -> TrainBatch:
-    """The recorded calls of every valid rollout."""
-    assembled = []
-    for group in groups:
-        rollouts = []
-        for rollout in group.rollouts:
-            calls = await run.ledger.calls(rollout.rollout_id)
-            cut_off = _cut_off(rollout, calls, run.config)
-            process = await _process_rewards(run, rollout, calls)
-            rollouts.append(TrainRollout(rollout.rollout_id, _reward(rollout), tuple(calls), cut_off, process))
-        assembled.append(TrainGroup(group.group.group_id, tuple(rollouts)))
-    training = run.config.training
-    return TrainBatch(tuple(assembled), step, training.max_staleness if training.mode == "async" else None)
-
-
 def tell_stale(run: Run, batch: TrainBatch, report: UpdateReport) -> None:
     """Say which rollouts have tokens that were too old to be trained."""
     if report.tokens_stale and batch.max_staleness is not None:
@@ -205,22 +190,6 @@ def tell_stale(run: Run, batch: TrainBatch, report: UpdateReport) -> None:
             f"step {batch.version + 1}: {report.tokens_stale} tokens of {len(names)} rollouts ({', '.join(names[:3])}"
             f"{', …' if len(names) > 3 else ''}) are older than {batch.max_staleness} versions and left out"
         )
-
-
-async def _process_rewards(run: Run, rollout: Rollout, calls: Sequence[Call]) -> tuple[float | None, ...]:
-    """Of a rollout's trainable calls, where the algorithm wants them. A hook may take its time."""
-    section = run.config.algorithm.process
-    return await asyncio.to_thread(process_rewards, section, rollout, calls) if section.coefficient else ()
-
-
-def _cut_off(rollout: Rollout, calls: Sequence[Call], config: Config) -> bool:
-    """Whether a limit ended the rollout, rather than the agent."""
-    if rollout.ending == "timed out" or len(calls) >= config.gateway.max_calls:
-        return True
-    if sum(len(call.completion_ids) for call in calls) >= config.gateway.max_tokens:
-        return True
-    answered = [call for call in calls if call.delivered and call.train]
-    return bool(answered) and answered[-1].finish_reason == "length"
 
 
 async def update(run: Run, batch: TrainBatch) -> UpdateReport:
@@ -276,7 +245,7 @@ async def read_evaluation(run: Run, at: int, label: str, samples: int, temperatu
     rewards: dict[str, list[float]] = {}
     for want in evaluation_groups(run.held_out, at, samples=samples, temperature=temperature, label=label):
         rollouts = await run.ledger.rollouts(want.group.group_id)
-        valid = [_reward(rollout) for rollout in rollouts if rollout.valid]
+        valid = [reward_of(rollout) for rollout in rollouts if rollout.valid]
         if valid:
             rewards[want.task.task_id] = valid
     return Evaluation(at, label, rewards)
@@ -319,7 +288,7 @@ def _evaluations(config: Config) -> list[tuple[str, float, int]]:
 
 
 def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str, Any]:
-    rewards = [_reward(rollout) for group in groups for rollout in group.rollouts]
+    rewards = [reward_of(rollout) for group in groups for rollout in group.rollouts]
     calls = [call for group in batch.groups for rollout in group.rollouts for call in rollout.calls]
     causes = Counter(call.cause.value for call in calls)
     endings = [rollout.ending for group in groups for rollout in group.rollouts]
@@ -333,11 +302,6 @@ def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str
         "calls": len(calls),
         **{f"calls_{cause.replace(' ', '_')}": count for cause, count in sorted(causes.items())},
     }
-
-
-def _reward(rollout: Rollout) -> float:
-    assert rollout.reward is not None, "only valid rollouts are asked"
-    return rollout.reward
 
 
 def _nothing_learned(steps: int, metrics: dict[str, Any]) -> str:

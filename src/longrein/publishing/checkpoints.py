@@ -73,13 +73,13 @@ def save(directory: Path, step: int, write: Callable[[Path], None], cursor: Mapp
 
 def latest(directory: Path) -> Checkpoint | None:
     """The whole checkpoint with the highest step, if there is one."""
-    found = _whole(directory)
+    found = whole(directory)
     return found[-1] if found else None
 
 
 def prune(directory: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints, and what was left half-written."""
-    for checkpoint in _whole(directory)[:-keep]:
+    for checkpoint in whole(directory)[:-keep]:
         # Renamed first: a removal that is interrupted must not leave something that looks whole.
         aside = checkpoint.path.with_name(checkpoint.path.name + PARTIAL)
         _remove(aside)
@@ -88,8 +88,8 @@ def prune(directory: Path, keep: int) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _whole(directory: Path) -> list[Checkpoint]:
-    """In order of their steps; other directories are somebody else's."""
+def whole(directory: Path) -> list[Checkpoint]:
+    """All that are whole, in order of their steps; other directories are somebody else's."""
     found = []
     for path in directory.glob(f"{PREFIX}*"):
         step = path.name.removeprefix(PREFIX)
