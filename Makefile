@@ -9,7 +9,7 @@ DEMO := examples/demo/config.yaml
 SET ?=
 HARNESSES ?=
 
-.PHONY: install demo demo-seeds test properties check e2e bench algorithms peers harness-matrix harness-by-heart clean
+.PHONY: install demo demo-seeds test properties check e2e bench algorithms peers chaos longtail harness-matrix harness-by-heart clean
 
 install: $(VENV)/.installed
 
@@ -54,6 +54,14 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
+
+# A run that is killed 200 times, and whatever it has started; then its ledger and its weights are proved: ten minutes.
+chaos: $(VENV)/.installed
+	$(BIN)/python -m tests.chaos --kills 200
+
+# Asynchronous against synchronous training where rollouts' times have a long tail: ten minutes.
+longtail: $(VENV)/.installed
+	$(BIN)/python -m bench.longtail --learning-rate 0.003 --max-staleness 3
 
 # A whole training run with a tiny random model: gateway, harness process, sandbox, verifier, forest, update, publish.
 e2e: $(VENV)/.installed
