@@ -1,4 +1,4 @@
-"""A short form of ``make chaos``: a run that is killed a few times, and everything under it, loses and repeats nothing."""
+"""A short form of ``make chaos``: a run that is killed a few times loses and repeats nothing."""
 
 import subprocess
 import sys

@@ -7,7 +7,7 @@ import longrein
 
 ROOT = Path(longrein.__file__).parent
 ROOMS = ("agents", "calls", "engines", "forest", "learning", "publishing")
-SHARED = {"records", "errors", "config", "ledger"}
+SHARED = {"records", "errors", "config", "ledger", "waits"}
 # Seams a room may speak through, although they stand in a room to its right.
 SEAMS = {("calls", "longrein.engines.engine"), ("publishing", "longrein.engines.engine")}
 HEAVY = {"torch", "transformers", "peft"}

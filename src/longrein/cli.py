@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ STOPPED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    status = _main(argv)
+    for thread in threading.enumerate():
+        if thread.name.startswith("longrein-compute"):
+            thread.join(5)
+            if thread.is_alive():
+                # It is stuck in what it computes, and the interpreter would wait for it for ever.
+                sys.stdout.flush()
+                os._exit(status or 1)
+    return status
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     # Read by OpenMP when torch is first imported: threads that spin while they wait take the sandboxes' cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -16,6 +16,7 @@ from longrein.plan import training_group
 from longrein.progress import Phase
 from longrein.records import Rollout, Split
 from longrein.run import Run
+from longrein.waits import waiting
 
 
 class Collecting:
@@ -63,7 +64,11 @@ class Collecting:
                     )
                 self._start(missing, step)
                 self._show()
-                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+                # Each group has a deadline of its own; at worst all of them run one after the other.
+                async with waiting(
+                    f"{missing} groups of step {step + 1}", training.collect_s * (len(self._running) + 1)
+                ):
+                    await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
                 for number in sorted(number for number, task in self._running.items() if task.done())[:missing]:
                     found[number] = self._running.pop(number).result()
         self._phase = None

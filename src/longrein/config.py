@@ -437,6 +437,10 @@ class TrainingSection(Section):
     policy a trained token may be; older ones are left out."""
     collect_s: float = Field(default=1800.0, gt=0)
     """Seconds a group's rollouts may take from when its first starts; what is unfinished then is cancelled."""
+    update_s: float = Field(default=3600.0, gt=0)
+    """Seconds an update may take."""
+    publish_s: float = Field(default=600.0, gt=0)
+    """Seconds new weights may take to be served, and a checkpoint to be written."""
     eval_samples: int = Field(default=4, ge=0)
     """Samples of each held-out task at the training temperature, before and after; greedy takes one."""
     eval_every: int = Field(default=0, ge=0)

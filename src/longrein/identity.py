@@ -10,7 +10,16 @@ from longrein.config import Config
 from longrein.records import Task
 
 # These may change between a run and its resumption: they move work around or extend it, never alter what is learned.
-FREE_TRAINING_KEYS = {"steps", "eval_every", "save_every", "keep_checkpoints", "collect_s", "nothing_learned"}
+FREE_TRAINING_KEYS = {
+    "steps",
+    "eval_every",
+    "save_every",
+    "keep_checkpoints",
+    "collect_s",
+    "update_s",
+    "publish_s",
+    "nothing_learned",
+}
 
 FREE_LEARNER_KEYS = {"kind", "ranks", "micro_batch_tokens", "forest", "activation_checkpointing", "threads"}
 

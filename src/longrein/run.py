@@ -31,6 +31,7 @@ from longrein.ledger import Ledger
 from longrein.progress import Display
 from longrein.records import BASE, POLICY, RewardProfile, Task
 from longrein.rundir import RunDirectory
+from longrein.waits import Watch, waiting
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -43,8 +44,21 @@ T = TypeVar("T")
 class Compute:
     """The one thread on which models are computed: engine steps and updates take turns, never each other's cores."""
 
+    CLOSE_S = 60.0
+
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longrein-compute")
+
+    async def close(self) -> None:
+        """Wait for what is computed now.
+
+        Raises:
+            DeadlineExceeded: it does not end.
+        """
+        last = self.executor.submit(lambda: None)
+        self.executor.shutdown(wait=False)
+        async with waiting("the computing thread to end", self.CLOSE_S):
+            await asyncio.wrap_future(last)
 
     async def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, functools.partial(work, *args, **kwargs))
@@ -91,6 +105,7 @@ async def opened(config: Config, display: Display) -> AsyncIterator[Run]:
     model = weights.local_directory(config.model.path, config.model.revision)
     directory = RunDirectory(config.output.dir)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(Watch(display.say))
         ledger = await Ledger.open(directory.ledger)
         stack.push_async_callback(ledger.close)
         digests = await asyncio.to_thread(identity, config, model, tasks, held_out)
@@ -106,7 +121,7 @@ async def opened(config: Config, display: Display) -> AsyncIterator[Run]:
         if held_out:
             catalog.write_catalog(held_out, directory.held_out_catalog)
         compute = Compute()
-        stack.callback(compute.executor.shutdown)
+        stack.push_async_callback(compute.close)
         display.say(f"loading {config.model.path}")
         learner, engine = await compute(_load, config, model, compute.executor)
         stack.callback(learner.close)

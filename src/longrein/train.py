@@ -17,7 +17,7 @@ from longrein.agents.controller import Collected
 from longrein.batches import assemble, at_quorum, kept, reward_of
 from longrein.collecting import Collecting
 from longrein.config import Config
-from longrein.errors import ConfigError, LedgerError, NoResult, NothingLearned
+from longrein.errors import ConfigError, DeadlineExceeded, LedgerError, NoResult, NothingLearned
 from longrein.identity import flat
 from longrein.learning.batch import TrainBatch
 from longrein.learning.figures import UpdateReport
@@ -29,6 +29,7 @@ from longrein.publishing.publish import publish
 from longrein.records import Rollout
 from longrein.report import Comparison, Evaluation, draw_curve, table, write_report
 from longrein.run import Run, opened
+from longrein.waits import waiting
 
 
 async def train(config: Config) -> str:
@@ -96,7 +97,7 @@ async def resume(run: Run) -> int:
 
 async def train_step(run: Run, collecting: Collecting, step: int) -> dict[str, Any]:
     """One step; returns its metrics."""
-    began = time.monotonic()
+    training, began = run.config.training, time.monotonic()
     groups = await collect(run, collecting, step)
     collected = time.monotonic()
     batch = await assemble(run.config, run.ledger, kept(run.config, groups), step)
@@ -106,7 +107,8 @@ async def train_step(run: Run, collecting: Collecting, step: int) -> dict[str, A
     try:
         report = await update(run, batch)
         updated = time.monotonic()
-        await publish(run.learner, run.engine, step + 1, run.compute)
+        async with waiting(f"weights {step + 1} to be served", training.publish_s, "training.publish_s"):
+            await publish(run.learner, run.engine, step + 1, run.compute)
     finally:
         run.gateway.resume()
     published = time.monotonic()
@@ -194,6 +196,7 @@ def tell_stale(run: Run, batch: TrainBatch, report: UpdateReport) -> None:
 
 async def update(run: Run, batch: TrainBatch) -> UpdateReport:
     """One update on the compute thread. Cancelled, it ends between micro-batches and changes no weight."""
+    training = run.config.training
     with run.display.phase("update", 1) as phase:
         loop = asyncio.get_running_loop()
 
@@ -202,19 +205,23 @@ async def update(run: Run, batch: TrainBatch) -> UpdateReport:
 
         work = asyncio.ensure_future(run.compute(run.learner.update, batch, progress, run.stopping.is_set))
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
+            async with waiting(f"the update of step {batch.version + 1}", training.update_s, "training.update_s"):
+                return await asyncio.shield(work)
+        except (asyncio.CancelledError, DeadlineExceeded):
             run.stopping.set()
-            await asyncio.gather(work, return_exceptions=True)
+            done, _ = await asyncio.wait([work], timeout=training.publish_s)
+            for each in done:
+                each.exception()
             raise
 
 
 async def save(run: Run, step: int) -> None:
     """A checkpoint of everything the next step needs."""
     with run.display.phase("save", 1):
-        await run.compute(
-            checkpoints.save, run.directory.checkpoints, step, run.learner.save, {"step": step, "version": step}
-        )
+        async with waiting(f"checkpoint {step} to be written", run.config.training.publish_s, "training.publish_s"):
+            await run.compute(
+                checkpoints.save, run.directory.checkpoints, step, run.learner.save, {"step": step, "version": step}
+            )
         checkpoints.prune(run.directory.checkpoints, run.config.training.keep_checkpoints)
 
 

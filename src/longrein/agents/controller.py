@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from longrein.agents.runner import Launch, Outcome, Runner, Trial
 from longrein.ledger import Ledger
 from longrein.records import FailureClass, Group, Rollout, RolloutState, Task
+from longrein.waits import waiting
 
 
 class Use(Protocol):
@@ -201,7 +202,8 @@ class Controller:
             key = self._endpoint.open_rollout(
                 rollout.rollout_id, temperature=want.temperature, seed=_seed(self._seed, rollout.rollout_id)
             )
-            outcome = await self._runner.run(self._trial(want.task, rollout.rollout_id, key, verifying))
+            async with waiting(f"rollout {rollout.rollout_id} to end", None):
+                outcome = await self._runner.run(self._trial(want.task, rollout.rollout_id, key, verifying))
             use = await self._endpoint.close_rollout(rollout.rollout_id)
             ended = _ended(last, outcome, use, self._time_limit(want.task))
             if ended.state is RolloutState.DONE and last.state is RolloutState.RUNNING:

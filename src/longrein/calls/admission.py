@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 from longrein.config import GatewaySection
 from longrein.errors import CapExceeded, DeadlineExceeded, Overloaded
+from longrein.waits import waiting
 
 HOLD_S = 3600.0
 """Longest time a call waits for the gate."""
@@ -86,7 +87,10 @@ class Gate:
         Raises:
             DeadlineExceeded: the gate stayed closed for too long.
         """
-        await self._wait()
+        async with waiting(f"the gate, by {name}", HOLD_S):
+            # The gate may have closed again before a waiting call gets to run.
+            while not self._open.is_set():
+                await self._open.wait()
         passage = Passage(name)
         self._inside.add(passage)
         self._empty.clear()
@@ -96,15 +100,6 @@ class Gate:
             self._inside.remove(passage)
             if not self._inside:
                 self._empty.set()
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(HOLD_S):
-                # The gate may have closed again before a waiting call gets to run.
-                while not self._open.is_set():
-                    await self._open.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"The call waited {HOLD_S:g} s for an update of the policy to end.") from None
 
 
 class Queue:

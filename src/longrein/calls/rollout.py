@@ -9,7 +9,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ from longrein.errors import (
     UnknownKey,
 )
 from longrein.records import Call, RoleArray
+from longrein.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ class OpenRollout:
             reply = await self._sampled(answer)
             answer.kept = True
             call = self._call(answer, dialect, body, reply, started)
-            await _within(RECORD_S, self._services.recorder.record(call), "a call to be recorded")
+            await self._record(call)
         except asyncio.CancelledError:
             await self._record_orphan(answer, dialect, body, started)
             raise
@@ -253,7 +254,8 @@ class OpenRollout:
         )
         ended, part = False, 0
         while not ended:
-            async with self._services.gate.passing(f"{self.rollout_id} call {answer.index}") as passage:
+            name = f"{self.rollout_id} call {answer.index}"
+            async with self._services.gate.passing(name) as passage, waiting(f"the engine, by {name}", None):
                 ended = await self._sample(answer, growing, passage, part)
             part += 1
         if growing.cut:
@@ -365,13 +367,17 @@ class OpenRollout:
             )
         return None
 
+    async def _record(self, call: Call) -> None:
+        async with waiting(f"call {call.index} of {self.rollout_id} to be recorded", RECORD_S):
+            await self._services.recorder.record(call)
+
     async def _record_orphan(self, answer: Answer, dialect: Dialect, body: Mapping[str, Any], started: float) -> None:
         """Keep what was sampled for nobody; a call that had sampled nothing leaves no trace."""
         if answer.kept or not answer.sample.ids:
             return
         orphan = self._call(answer, dialect, body, None, started)
         with suppress(LedgerError, DeadlineExceeded):
-            await _within(RECORD_S, self._services.recorder.record(orphan), "an orphaned call to be recorded")
+            await self._record(orphan)
 
     def _ended(self, answer: Answer, task: "asyncio.Task[None]") -> None:
         del self._tasks[answer.call_id]
@@ -443,14 +449,6 @@ async def _close(chunks: AsyncIterator[SampleChunk]) -> None:
     close = getattr(chunks, "aclose", None)
     if close is not None:
         await close()
-
-
-async def _within(seconds: float, work: Awaitable[None], what: str) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await work
-    except TimeoutError:
-        raise DeadlineExceeded(f"Waited {seconds:g} s for {what}.") from None
 
 
 def _seed(seed: int, index: int) -> int:
