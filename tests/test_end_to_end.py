@@ -420,6 +420,23 @@ def test_dapo_collects_until_its_groups_have_contrast(tmp_path: Path) -> None:
     assert "of them with contrast; collecting" in ended.stderr
 
 
+def test_steps_that_go_wrong_say_so_and_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=4)
+    for test in (tmp_path / "tasks" / "train").glob("*/tests/test.sh"):
+        test.write_text("#!/bin/sh\necho '{\"reward\": 1}' > /logs/verifier/reward.json\n")
+    # So low a bound that rounding is above it.
+    given = ["--set", "training.nothing_learned=2", "--set", "training.mismatch=1e-12"]
+    ended = longrein("train", "--config", config, *given)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert ended.stderr.count("TROUBLE: nothing was learned: no contrast: within each of the 2 groups") == 2
+    assert "2 steps in a row (training.nothing_learned) went wrong" in ended.stderr
+    assert len(read_metrics(tmp_path)) == 2
+    rewarding = make_workshop(tmp_path / "again", steps=4)
+    ended = longrein("train", "--config", rewarding, *given)
+    assert ended.returncode == 1 and ended.stderr.count("TROUBLE: sampler and learner disagree") == 2, ended.stderr
+    assert [line["learned"] for line in read_metrics(tmp_path / "again")] == [True, True]
+
+
 def test_several_updates_a_step_with_every_correction(tmp_path: Path) -> None:
     config = make_workshop(tmp_path, steps=1)
     # So small a step that the second epoch's ratios are within gspo's narrow bounds, or every token would be clipped.

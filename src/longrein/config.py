@@ -448,8 +448,10 @@ class TrainingSection(Section):
     save_every: int = Field(default=1, ge=1)
     """Checkpoint each so many steps."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    mismatch: float = Field(default=0.1, gt=0)
+    """Mean |difference| of sampler's and learner's log-probabilities, in nats, from which they are said to disagree."""
     nothing_learned: int = Field(default=5, ge=1)
-    """Steps in a row without any learning that stop the run."""
+    """Steps in a row that stop the run where each learns nothing, or from what is not to be trusted."""
 
 
 class EngineSection(Section):

@@ -18,6 +18,7 @@ FREE_TRAINING_KEYS = {
     "collect_s",
     "update_s",
     "publish_s",
+    "mismatch",
     "nothing_learned",
 }
 

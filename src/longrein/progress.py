@@ -80,7 +80,7 @@ class Display:
             f"{metrics['tokens_flat'] / max(metrics['tokens_forest'], 1):.1f}x shared  "
             f"{metrics['seconds']:.0f} s  left ~{left / 60:.1f} min"
             + _harness_failures(metrics)
-            + ("" if metrics["learned"] else f"\n       NOTHING LEARNED: {metrics['why_not']}")
+            + "".join(f"\n       TROUBLE: {trouble}" for trouble in metrics["troubles"])
         )
 
 

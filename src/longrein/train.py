@@ -29,6 +29,7 @@ from longrein.publishing.publish import publish
 from longrein.records import Rollout
 from longrein.report import Comparison, Evaluation, draw_curve, table, write_report
 from longrein.run import Run, opened
+from longrein.trouble import troubles
 from longrein.waits import waiting
 
 
@@ -42,14 +43,14 @@ async def train(config: Config) -> str:
         async with opened(config, display) as run:
             step = await resume(run)
             await evaluate(run, 0, step)
-            idle = 0
+            bad = 0
             async with Collecting(run) as collecting:
                 while step < config.training.steps:
                     metrics = await train_step(run, collecting, step)
                     step += 1
-                    idle = 0 if metrics["learned"] else idle + 1
-                    if idle >= config.training.nothing_learned:
-                        raise NothingLearned(_nothing_learned(idle, metrics))
+                    bad = bad + 1 if metrics["troubles"] else 0
+                    if bad >= config.training.nothing_learned:
+                        raise NothingLearned(_given_up(bad, metrics))
                     if config.training.eval_every and step % config.training.eval_every == 0:
                         await evaluate(run, step, step)
             await evaluate(run, step, step)
@@ -121,13 +122,15 @@ async def train_step(run: Run, collecting: Collecting, step: int) -> dict[str, A
         "seconds_publish": published - updated,
         "seconds_save": 0.0,
     }
-    ahead = {"groups_under_way": collecting.under_way, "calls_cut": cut}
+    calls = [call for rollout in batch.rollouts for call in rollout.calls]
     metrics = {
         "step": step,
         "version": step + 1,
         **_rollout_metrics(groups, batch),
-        **ahead,
+        "groups_under_way": collecting.under_way,
+        "calls_cut": cut,
         **asdict(report),
+        "troubles": troubles(report, calls, training.mismatch),
         **seconds,
     }
     # Before the checkpoint: wherever we are stopped, the ledger knows every step that a checkpoint holds.
@@ -311,9 +314,10 @@ def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str
     }
 
 
-def _nothing_learned(steps: int, metrics: dict[str, Any]) -> str:
+def _given_up(steps: int, metrics: dict[str, Any]) -> str:
     return (
-        f"nothing was learned in {steps} steps in a row. The last time: {metrics['why_not']}. Look at rollouts/ for "
-        "what the harness did; usual causes are tasks that are always or never solved (no contrast within a group), "
-        "replies the harness cannot parse, or a reward that does not depend on them."
+        f"{steps} steps in a row (training.nothing_learned) went wrong. The last: {'; '.join(metrics['troubles'])}. "
+        "Look at rollouts/ for what the harness did; where nothing is learned, usual causes are tasks that are always "
+        "or never solved (no contrast within a group), replies the harness cannot parse, or a reward that does not "
+        "depend on them."
     )

@@ -31,6 +31,7 @@ class AgeReport:
         clip_fraction_low, _high: share of targets, over all passes, whose surrogate was clipped.
         kl_behaviour: k3 estimate of KL(behaviour‖proximal), in nats.
         entropy: mean of -log p of the sampled tokens, an estimate in nats.
+        logprob_difference_mean: |proximal - behaviour| log-probability.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class AgeReport:
     clip_fraction_high: float
     kl_behaviour: float
     entropy: float
+    logprob_difference_mean: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ def _age_report(
         clip_fraction_high=_share(visits.clipped_high[mine]),
         kl_behaviour=float((np.exp(apart) - apart - 1).mean()) if len(chosen) else 0.0,
         entropy=float(-visits.logprob[mine].mean()) if mine.any() else 0.0,
+        logprob_difference_mean=float(np.abs(apart).mean()) if len(chosen) else 0.0,
     )
 
 
