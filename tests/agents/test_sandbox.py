@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longrein.agents import warden
+from longrein.agents import sandbox, warden
 from longrein.agents.dockerfile import Command, Copy, Directory, read_environment
 from longrein.agents.keeper import MOST_FILES
 from longrein.agents.output import Output
@@ -237,3 +237,29 @@ def test_no_two_sandboxes_have_the_same_user() -> None:
     assert again == first
     held.close()
     also_held.close()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+async def test_a_warden_that_is_killed_as_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    start, killed = sandbox._start_warden, 0
+
+    def killed_at_once(end: socket.socket) -> "subprocess.Popen[bytes]":
+        nonlocal killed
+        process = start(end)
+        if killed < times:
+            killed += 1
+            process.kill()
+        return process
+
+    monkeypatch.setattr(sandbox, "_start_warden", killed_at_once)
+    if times == 3:
+        with pytest.raises(
+            SandboxUnavailable, match=r"killed as it started, 3 times in a row, the last time by SIGKILL"
+        ):
+            await sandbox.Warden.start()
+    else:
+        warden = await sandbox.Warden.start()
+        assert warden.alive
+        await warden.close()

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,9 @@ from longrein.config import RunnerSection
 from longrein.errors import HarnessError, SandboxError, SandboxUnavailable
 
 START_S = 60.0
+STARTS = 3
+"""How often the warden is started where it is killed before it is ready."""
+
 MEGABYTE = 1 << 20
 
 
@@ -47,16 +51,22 @@ class Warden:
     async def start(cls) -> "Warden":
         """Raises SandboxUnavailable where this machine does not let us make namespaces."""
         bubblewrap()
-        here, there = packets.pair()
-        process = await asyncio.to_thread(_start_warden, there)
-        there.close()
-        warden = cls(process, Peer(here, "sandbox warden"))
-        try:
-            await warden._peer.ready(START_S)
-        except SandboxError as error:
-            await warden.close()
-            raise SandboxUnavailable(explain(str(error))) from None
-        return warden
+        for _ in range(STARTS):
+            here, there = packets.pair()
+            process = await asyncio.to_thread(_start_warden, there)
+            there.close()
+            warden = cls(process, Peer(here, "sandbox warden"))
+            try:
+                await warden._peer.ready(START_S)
+                return warden
+            except SandboxError as error:
+                await warden.close()
+                if process.returncode >= 0:
+                    raise SandboxUnavailable(explain(str(error))) from None
+        raise SandboxUnavailable(
+            f"The sandbox warden, which starts sandboxes, was killed as it started, {STARTS} times in a row, the last "
+            f"time by {signal.Signals(-process.returncode).name}. Does this machine lack memory?"
+        )
 
     @property
     def alive(self) -> bool:
