@@ -437,6 +437,8 @@ class TrainingSection(Section):
     policy a trained token may be; older ones are left out."""
     collect_s: float = Field(default=1800.0, gt=0)
     """Seconds a group's rollouts may take from when its first starts; what is unfinished then is cancelled."""
+    straggler_s: float | None = Field(default=None, ge=0)
+    """Seconds a group waits for its other rollouts once it is at quorum; null waits to ``collect_s``."""
     update_s: float = Field(default=3600.0, gt=0)
     """Seconds an update may take."""
     publish_s: float = Field(default=600.0, gt=0)

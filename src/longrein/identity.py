@@ -16,6 +16,7 @@ FREE_TRAINING_KEYS = {
     "save_every",
     "keep_checkpoints",
     "collect_s",
+    "straggler_s",
     "update_s",
     "publish_s",
     "mismatch",

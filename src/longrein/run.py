@@ -195,6 +195,8 @@ def _limits(config: Config) -> Limits:
         retries=config.runner.retries,
         timeout_s=config.harness.timeout_s,
         deadline_s=config.training.collect_s,
+        quorum=config.training.quorum,
+        straggler_s=config.training.straggler_s,
     )
 
 

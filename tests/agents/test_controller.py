@@ -182,6 +182,40 @@ async def test_the_deadline_ends_what_hangs_and_keeps_the_rest(tmp_path: Path) -
     await ledger.close()
 
 
+@pytest.mark.parametrize(("split", "hang", "kept"), [("train", 1, 3), ("train", 2, 2), ("eval", 1, 4)])
+async def test_a_group_at_quorum_does_not_wait_for_stragglers(tmp_path: Path, split: str, hang: int, kept: int) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+
+    async def answer(name: str) -> Outcome:
+        # The straggler of an evaluation is waited for, so it must come.
+        await asyncio.sleep((1.0 if split == "eval" else 3600) if int(name[-2:]) < hang else 0)
+        return GOOD
+
+    limits = Limits(concurrency=4, retries=2, timeout_s=5.0, deadline_s=30.0, quorum=0.5, straggler_s=0.2)
+    runner, endpoint = ScriptedRunner(answer), ScriptedEndpoint()
+    control = Controller(ledger, runner, endpoint, launch, Path("/nowhere"), limits, seed=0)
+    wanted = want(4)
+    group = await control.group(replace(wanted, group=replace(wanted.group, split=Split(split))))
+    assert len(group.rollouts) == kept and len(group.failures) == 4 - kept and not endpoint.open
+    await ledger.close()
+
+
+async def test_below_quorum_a_group_waits_to_its_deadline(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.db")
+
+    async def answer(name: str) -> Outcome:
+        await asyncio.sleep(0 if name == "g0-00" else 3600)
+        return GOOD
+
+    limits = Limits(concurrency=4, retries=2, timeout_s=5.0, deadline_s=1.0, quorum=0.5, straggler_s=0.0)
+    runner = ScriptedRunner(answer)
+    control = Controller(ledger, runner, ScriptedEndpoint(), launch, Path("/nowhere"), limits, seed=0)
+    began = time.monotonic()
+    group = await control.group(want(4))
+    assert len(group.rollouts) == 1 and time.monotonic() - began >= 1.0
+    await ledger.close()
+
+
 @pytest.mark.parametrize(("during", "state"), [("first", RolloutState.CANCELLED), ("last", RolloutState.DONE)])
 async def test_the_deadline_may_come_while_the_ledger_is_busy(tmp_path: Path, during: str, state: RolloutState) -> None:
     ledger = await Ledger.open(tmp_path / "ledger.db")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from longrein.agents.runner import Launch, Outcome, Runner, Trial
 from longrein.ledger import Ledger
-from longrein.records import FailureClass, Group, Rollout, RolloutState, Task
+from longrein.records import FailureClass, Group, Rollout, RolloutState, Split, Task
 from longrein.waits import waiting
 
 
@@ -86,12 +86,20 @@ class Limits:
 
     Attributes:
         deadline_s: of a group, from when its first rollout starts.
+        quorum: share of a training group's rollouts that makes it count, two at least.
+        straggler_s: how long a training group waits for the rest from when it has so many; None is to its deadline.
     """
 
     concurrency: int
     retries: int
     timeout_s: float
     deadline_s: float
+    quorum: float = 1.0
+    straggler_s: float | None = None
+
+    def enough(self, size: int) -> float:
+        """Valid rollouts of a group of ``size`` that make it count."""
+        return max(2, self.quorum * size)
 
 
 class Controller:
@@ -145,13 +153,28 @@ class Controller:
         try:
             if tasks:
                 await begun.wait()
-                await asyncio.wait(tasks, timeout=self._limits.deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+                await self._closed(want, tasks)
         finally:
             await _end(tasks)
         for task in tasks:
             if not task.cancelled() and (error := task.exception()):
                 raise error
         return await self.recorded(want)
+
+    async def _closed(self, want: Wanted, tasks: "Sequence[asyncio.Task[Rollout]]") -> None:
+        """Wait until all of a group's rollouts have ended, one has failed on our side, or it need wait no longer."""
+        loop, limits, pending = asyncio.get_running_loop(), self._limits, set(tasks)
+        until, at_quorum = loop.time() + limits.deadline_s, False
+        while pending and (left := until - loop.time()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.exception() for task in done):
+                return
+            if limits.straggler_s is None or want.group.split is not Split.TRAIN or at_quorum:
+                continue
+            # Those that the ledger held before have no task.
+            valid = want.size - len(tasks) + sum(task.done() and task.result().valid for task in tasks)
+            if at_quorum := valid >= limits.enough(want.size):
+                until = min(until, loop.time() + limits.straggler_s)
 
     async def _missing(self, want: Wanted, finished: Callable[[Rollout], None]) -> list[Rollout]:
         recorded = await self._ledger.rollouts(want.group.group_id)
@@ -174,7 +197,7 @@ class Controller:
 
     async def _rollout(
         self, want: Wanted, rollout: Rollout, finished: Callable[[Rollout], None], begun: asyncio.Event
-    ) -> None:
+    ) -> Rollout:
         """One rollout, with its retries. Slots are given in the order in which they were asked for."""
         async with self._slots:
             begun.set()
@@ -184,6 +207,7 @@ class Controller:
                     break
                 rollout = _queued(want, rollout.index, rollout.attempt + 1)
             finished(ended)
+            return ended
 
     async def _attempt(self, want: Wanted, rollout: Rollout) -> tuple[Rollout, bool]:
         running = replace(rollout, state=RolloutState.RUNNING, started_at=time.time())
