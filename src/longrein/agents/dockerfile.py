@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from longrein.agents.place import BASE_ENV
 from longrein.errors import TaskError
 
 VARIABLE = re.compile(r"\\\$|\$\{(\w+)\}|\$(\w+)")
@@ -191,6 +192,6 @@ class _Reading:
     def _expand(self, text: str) -> str:
         def value(match: re.Match[str]) -> str:
             name = match[1] or match[2]
-            return "$" if name is None else self.result.env.get(name, "")
+            return "$" if name is None else self.result.env.get(name, BASE_ENV.get(name, ""))
 
         return VARIABLE.sub(value, text)
