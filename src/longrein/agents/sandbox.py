@@ -38,6 +38,7 @@ STARTS = 3
 """How often the warden is started where it is killed before it is ready."""
 
 MEGABYTE = 1 << 20
+OWN = "/run/verifier"
 
 
 class Warden:
@@ -154,9 +155,10 @@ class Sandbox:
         return sandbox
 
     def env(self, phase: Phase) -> Mapping[str, str]:
-        """The verifier has a home and a temporary directory of its own: the harness may have left settings in its."""
-        own = "/run/verifier" if phase == "verifier" else None
-        return {**BASE_ENV, "HOME": own or "/root", "TMPDIR": own or "/tmp", "USER": "root"}
+        """The verifier has directories of its own: the harness may have left settings and compiled code in its."""
+        if phase == "verifier":
+            return {**BASE_ENV, **dict.fromkeys(("HOME", "TMPDIR", "PYTHONPYCACHEPREFIX"), OWN), "USER": "root"}
+        return {**BASE_ENV, "HOME": "/root", "TMPDIR": "/tmp", "USER": "root"}
 
     def map(self, text: str) -> str:
         return text
