@@ -55,7 +55,7 @@ async def test_a_rollout_and_its_calls_come_back_as_they_were(tmp_path: Path) ->
         ROLLOUT,
         state=RolloutState.DONE,
         reward=0.5,
-        receipt=Receipt("reward.txt", "0.5", "ab", 0.5, 0.5),
+        receipt=Receipt("reward.txt", "0.5", "ab", 0.5, 0.5, ("/app/conftest.py: pytest runs it",)),
         failure_class=FailureClass.AGENT,
         ending="exited 0",
     )

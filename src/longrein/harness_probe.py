@@ -51,6 +51,9 @@ def report(name: str, found: Collected, calls: Sequence[Call]) -> str:
         f"{rollout.ended_at - rollout.started_at:.1f} s",
         f"{'call':>4}  {'agent':<12}  {'dialect':<9}  {'prompt':>7}  {'sampled':>7}  {'begins as':<25}  ends with",
     ]
+    lines[1:1] = (
+        [f"may have swayed its verifier: {line}" for line in rollout.receipt.tampered] if rollout.receipt else []
+    )
     lines += [
         f"{call.index:>4}  {call.agent:<12}  {call.dialect:<9}  {len(call.prompt_ids):>7,}  "
         f"{len(call.completion_ids):>7,}  {call.cause.value:<25}  {call.finish_reason}"

@@ -371,13 +371,17 @@ def _rollout(row: Iterable[Any]) -> Rollout:
         temperature=temperature,
         state=RolloutState(state),
         reward=reward,
-        receipt=Receipt(**json.loads(receipt)) if receipt else None,
+        receipt=_receipt(json.loads(receipt)) if receipt else None,
         failure_class=FailureClass(failure_class) if failure_class else None,
         failure=failure,
         ending=how,
         started_at=started_at,
         ended_at=ended_at,
     )
+
+
+def _receipt(tree: dict[str, Any]) -> Receipt:
+    return Receipt(**{**tree, "tampered": tuple(tree.get("tampered", ()))})
 
 
 def _call_row(call: Call) -> tuple[Any, ...]:

@@ -41,6 +41,7 @@ class Receipt:
         sha256: hex digest of those bytes.
         raw: the number the verifier wrote.
         reward: ``scale * raw + offset``.
+        tampered: what the harness did that may have swayed the verifier, a line each.
     """
 
     file: str
@@ -48,6 +49,7 @@ class Receipt:
     sha256: str
     raw: float
     reward: float
+    tampered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ def _troubles(steps: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"In {len(idle)} of them nothing was learned; the last time: {idle[-1]['why_not']}.")
     if excluded:
         lines.append(f"{excluded} rollouts gave no reward and were left out; `rollouts/` has what they printed.")
+    if tampered := sum(step.get("rollouts_tampered", 0) for step in steps):
+        lines.append(
+            f"**In {tampered} rollouts the harness did what may sway its verifier, and their rewards count**; the "
+            "ledger's receipts say what (docs/security.md)."
+        )
     return [line for text in lines for line in (text, "")]
 
 

@@ -153,6 +153,7 @@ async def collect(run: Run, collecting: Collecting, step: int) -> list[Collected
         NoResult: no rollout has a reward.
     """
     groups = await collecting.take(step)
+    tell_tampered(run, groups)
     tell_failures(run, f"step {step + 1}", groups)
     for group in groups:
         if not at_quorum(run.config, group):
@@ -180,6 +181,18 @@ def tell_failures(run: Run, what: str, groups: Sequence[Collected]) -> None:
             f"with. {len(ids)} ended with: {reason}. What harness and verifier printed is in {run.directory.rollouts}; "
             "the same command tries again, and `longrein harness probe` tries one alone."
         )
+
+
+def tell_tampered(run: Run, groups: Sequence[Collected]) -> None:
+    """Say whose reward counts although the harness may have swayed its verifier."""
+    for rollout in _tampered(groups):
+        lines = rollout.receipt.tampered if rollout.receipt is not None else ()
+        run.display.say(f"TAMPERED: {rollout.rollout_id}, reward {rollout.reward:g}: {'; '.join(lines)}")
+
+
+def _tampered(groups: Sequence[Collected]) -> list[Rollout]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [rollout for rollout in rollouts if rollout.receipt is not None and rollout.receipt.tampered]
 
 
 def tell_stale(run: Run, batch: TrainBatch, report: UpdateReport) -> None:
@@ -244,6 +257,7 @@ async def evaluate(run: Run, at: int, step: int) -> None:
                 phase.advance(f"rollouts, reward {sum(rewards) / max(len(rewards), 1):.2f}")
 
             groups = await run.controller.collect(wanted, finished)
+        tell_tampered(run, groups)
         tell_failures(run, f"evaluation {label} after {at} steps", groups)
         found = await read_evaluation(run, at, label, samples, temperature)
         low, high = found.interval()
@@ -308,6 +322,7 @@ def _rollout_metrics(groups: Sequence[Collected], batch: TrainBatch) -> dict[str
         "rollouts": len(rewards),
         "rollouts_cut_off": sum(rollout.cut_off for rollout in batch.rollouts),
         "rollouts_excluded": sum(len(group.failures) for group in groups),
+        "rollouts_tampered": len(_tampered(groups)),
         "harness_failures": sum(ending != "exited 0" for ending in endings),
         "calls": len(calls),
         **{f"calls_{cause.replace(' ', '_')}": count for cause, count in sorted(causes.items())},

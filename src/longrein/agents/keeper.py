@@ -16,12 +16,13 @@ import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longrein.agents import entering, mounts, packets
+from longrein.agents import entering, guard, mounts, packets
 
 # The host's programs and their configuration. Anything else of the host is not there at all.
 SYSTEM = ("usr", "etc", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -38,6 +39,9 @@ OWN_PROCESSES = 8
 # Room the verifier has however full the harness left the disk.
 VERIFIER_MB = 64
 MOST_FILES = 64
+GRACE_S = 0.2
+# The pids, inside, of bubblewrap's own process and of the program that keeps the phase alive.
+HOLDERS = 2
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,8 @@ class Keeper:
         self.tests = os.open(BOX / "tests", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.phase: Phase | None = None
         self.jobs: dict[int, int] = {}
+        self.before: guard.Before | None = None
+        self.displaced: list[str] = []
 
     def serve(self) -> None:
         """Until the other end is gone."""
@@ -199,6 +205,25 @@ class Keeper:
             for _, descriptor in found:
                 os.close(descriptor)
 
+    def do_watch(self, number: int, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Remember how things stand before the harness starts."""
+        self.before = guard.look_before(ROOT, BOX / "began", message["workdir"], message["own"], SYSTEM)
+        self.reply(number, {})
+
+    def do_tampered(self, number: int, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Say what the harness left that may sway its verifier."""
+        assert self.before is not None
+        told = [*self.displaced, *guard.look_after(ROOT, self.before, message["env"], SYSTEM)]
+        self.reply(number, {"told": guard.shortened(told)})
+
+    def do_survivors(self, number: int, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Say which programs of the phase still run, after a moment for those about to end."""
+        assert self.phase is not None
+        until = time.monotonic() + GRACE_S
+        while (told := list(_programs(self.phase))) and time.monotonic() < until:
+            time.sleep(0.01)
+        self.reply(number, {"told": guard.shortened(told)})
+
     def do_start(self, number: int, message: dict[str, Any], descriptors: list[int]) -> None:
         """Start a phase; hands out its namespaces and, with a ``port``, a listener on its loopback."""
         self.stop()
@@ -247,6 +272,9 @@ class Keeper:
         )
         for path, mode in ((ROOT, 0o755), (ROOT / "tmp", 0o1777), (BOX / "logs", 0o755)):
             mounts.restore(path, mode, BOX / "trash")
+        for path, name in ((ROOT / "tests", "/tests"), (BOX / "logs/verifier", "/logs/verifier")):
+            if os.path.lexists(path) and (not stat.S_ISDIR(path.lstat().st_mode) or name == "/tests" or _holds(path)):
+                self.displaced.append(f"{name}: the harness put something where only the verifier's things belong")
         for path in (ROOT / "tests", ROOT / "run", BOX / "logs/verifier", BOX / "shm", BOX / "bench"):
             mounts.discard(path, BOX / "trash")
             path.mkdir()
@@ -254,6 +282,7 @@ class Keeper:
         for name in SYSTEM:
             host, link = Path("/") / name, ROOT / name
             if host.is_symlink() and not (link.is_symlink() and link.readlink() == host.readlink()):
+                self.displaced.append(f"/{name}: the harness replaced the system's link")
                 mounts.discard(link, BOX / "trash")
                 link.symlink_to(host.readlink())
 
@@ -309,6 +338,28 @@ class Keeper:
         if phase == "verifier":
             command += ["--bind", str(BOX / "tests"), "/tests", "--bind", str(BOX / "bench"), "/run/verifier"]
         return command
+
+
+def _holds(directory: Path) -> bool:
+    """Whether anything is in it."""
+    with os.scandir(directory) as entries:
+        return next(entries, None) is not None
+
+
+def _programs(phase: Phase) -> Iterator[str]:
+    """The processes of a phase but those that hold it: each a line."""
+    inside = os.fstat(phase.namespaces["pid"]).st_ino
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit() or (entry / "ns/pid").stat().st_ino != inside:
+                continue
+            state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            own = next(line for line in (entry / "status").read_text().splitlines() if line.startswith("NSpid:"))
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if state not in "ZX" and int(own.split()[-1]) > HOLDERS:
+            yield f"still ran when the verifier had ended: {words or '(no name)'}"
 
 
 def _await_ready(monitor: "subprocess.Popen[bytes]") -> None:

@@ -59,6 +59,18 @@ class Place(Protocol):
         """Run a program to its end, in the current phase; how it ended. Raises HarnessError if it cannot start."""
         ...
 
+    async def watch(self, workdir: str) -> None:
+        """Remember how things stand, just before the harness starts."""
+        ...
+
+    async def tampered(self, env: Mapping[str, str]) -> list[str]:
+        """What the harness left since that may sway a verifier with these variables, a line each; ask in its phase."""
+        ...
+
+    async def survivors(self) -> list[str]:
+        """Which programs of the phase still run, a line each."""
+        ...
+
     async def stop(self) -> None:
         """End the phase: when this returns, none of its processes is left."""
         ...

@@ -123,6 +123,15 @@ class PlainPlace:
             raise
         return ending(code)
 
+    async def watch(self, workdir: str) -> None:
+        """Trusted code is not watched."""
+
+    async def tampered(self, env: Mapping[str, str]) -> list[str]:
+        return []
+
+    async def survivors(self) -> list[str]:
+        return []
+
     async def stop(self) -> None:
         """Kill what carries the trial's mark until none is left (a process may fork meanwhile)."""
         for _ in range(100):

@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from longrein.agents import plain, rewards
@@ -33,7 +34,7 @@ from longrein.agents.runner import Outcome, Trial
 from longrein.agents.sandbox import Sandbox, Warden, check_sandbox
 from longrein.config import RunnerSection
 from longrein.errors import HarnessError, RewardError, SandboxError, SandboxUnavailable, TaskError
-from longrein.records import FailureClass
+from longrein.records import FailureClass, Receipt
 
 BUILD_S = 600.0
 TIMED_OUT = "timed out"
@@ -126,9 +127,12 @@ class _Attempt:
         self._ending = ""
         self._said = ""
         self._seconds: dict[str, float] = {}
+        self._tampered: list[str] = []
         self._began = time.monotonic()
 
     def failed(self, failure: str, *, retryable: bool = False) -> Outcome:
+        if self._tampered:
+            failure += f"; tampered with: {'; '.join(self._tampered)}"
         return Outcome(
             ending=self._ending,
             failure_class=FailureClass.INFRASTRUCTURE,
@@ -136,6 +140,7 @@ class _Attempt:
             retryable=retryable,
             seconds=self._seconds,
             said=self._said,
+            tampered=tuple(self._tampered),
         )
 
     async def run(self, place: Place) -> Outcome:
@@ -174,6 +179,7 @@ class _Attempt:
             await place.stop()
         for path, content in launch.files.items():
             await place.put(path, content)
+        await place.watch(task.workdir)
         return environment
 
     async def _build(self, place: Place, step: Command) -> None:
@@ -218,11 +224,14 @@ class _Attempt:
         try:
             with self._timed("verifier"):
                 await place.start("verifier", None)
-                argv = await self._bring_tests(place)
                 env = {**place.env("verifier"), **environment.env, **task.env}
+                self._tampered += await place.tampered(env)
+                argv = await self._bring_tests(place)
                 stdout, stderr = captured.stdout.write_end, captured.stderr.write_end
                 ending = await _in_time(place.run(argv, env, task.workdir, stdout, stderr), task.verifier_timeout_s)
             with self._timed("stop"):
+                if ending != TIMED_OUT:
+                    self._tampered += await place.survivors()
                 await place.stop()
                 last = await captured.save(evidence, "verifier")
                 await place.fetch("verifier", evidence / "verifier")
@@ -236,7 +245,15 @@ class _Attempt:
             receipt = await asyncio.to_thread(rewards.read_reward, evidence / "verifier", task.profile)
         except RewardError as error:
             return self.failed(f"no reward: {error} (the verifier {ending}: {last})")
-        return Outcome(ending=self._ending, receipt=receipt, seconds=self._seconds, said=self._said)
+        return self._judged(receipt)
+
+    def _judged(self, receipt: Receipt) -> Outcome:
+        """The outcome of a verifier that gave a good reward."""
+        tampered = tuple(self._tampered)
+        if tampered and self._section.tampered == "exclude":
+            return self.failed(f"excluded (runner.tampered), with a reward of {receipt.reward:g}")
+        receipt = replace(receipt, tampered=tampered)
+        return Outcome(ending=self._ending, receipt=receipt, seconds=self._seconds, said=self._said, tampered=tampered)
 
     async def _bring_tests(self, place: Place) -> list[str]:
         """Copy the task's tests to /tests; the command line that runs them."""

@@ -79,6 +79,7 @@ class Outcome:
         retryable: whether another try may go better (the environment failed, not the verifier).
         seconds: wall time of each phase: ``start``, ``harness``, ``verifier``, ``stop``.
         said: the last line that the harness printed.
+        tampered: what it left that may have swayed its verifier, a line each (also in the receipt).
     """
 
     ending: str
@@ -88,6 +89,7 @@ class Outcome:
     retryable: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     said: str = ""
+    tampered: tuple[str, ...] = ()
 
 
 class Runner(Protocol):

@@ -121,8 +121,12 @@ def explain(reason: str) -> str:
 class Sandbox:
     """One sandbox: a ``Place``."""
 
-    def __init__(self, peer: Peer, section: RunnerSection, preloads: PreloadServers | None) -> None:
+    def __init__(
+        self, peer: Peer, section: RunnerSection, preloads: PreloadServers | None, own: Sequence[str] = ()
+    ) -> None:
+        """``own``: files that the harness brings."""
         self._peer = peer
+        self._own = own
         self._section = section
         self._preloads = preloads
         self._phase: Phase | None = None
@@ -146,7 +150,7 @@ class Sandbox:
             "visible": [str(path) for path in visible],
             "bwrap": bubblewrap(),
         }
-        sandbox = cls(await warden.fork(spec, "sandbox"), section, preloads)
+        sandbox = cls(await warden.fork(spec, "sandbox"), section, preloads, list(launch.files))
         try:
             await sandbox._peer.ready(START_S)
         except BaseException:
@@ -224,6 +228,16 @@ class Sandbox:
     def _limits(self) -> Limits:
         section = self._section
         return Limits(section.memory_mb * MEGABYTE, section.processes + OWN_PROCESSES, section.disk_mb * MEGABYTE)
+
+    async def watch(self, workdir: str) -> None:
+        await self._peer.ask({"do": "watch", "workdir": workdir, "own": self._own})
+
+    async def tampered(self, env: Mapping[str, str]) -> list[str]:
+        asked = {name: env[name] for name in ("PATH", "PYTHONPATH") if name in env}
+        return list((await self._peer.ask({"do": "tampered", "env": asked})).message["told"])
+
+    async def survivors(self) -> list[str]:
+        return list((await self._peer.ask({"do": "survivors"})).message["told"])
 
     async def stop(self) -> None:
         self._release()
