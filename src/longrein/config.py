@@ -150,6 +150,9 @@ class RunnerSection(Section):
     """Harness output kept; what is beyond is discarded and counted."""
     retries: int = Field(default=2, ge=0)
     """Further attempts after an infrastructure failure."""
+    verifier_sees: Literal["everything", "workdir"] = "everything"
+    """What the verifier finds as the harness left it: all of it, or the task's working directory alone and everything
+    else as it was before the harness started."""
     tampered: Literal["keep", "exclude"] = "keep"
     """Rollouts whose harness left what may sway its verifier (docs/security.md): their reward counts and the run says
     so, or they are left out of baseline, count and loss."""

@@ -9,9 +9,11 @@ The sandbox shows: the host's system directories, read-only (with what the task'
 over); the harness's own directories, read-only, in the agent's phase; and the sandbox's own files everywhere else.
 """
 
+import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -146,6 +148,8 @@ class Keeper:
         self.jobs: dict[int, int] = {}
         self.before: guard.Before | None = None
         self.displaced: list[str] = []
+        # The working directory, which alone the verifier takes over from the harness; None takes over everything.
+        self.pristine: str | None = None
 
     def serve(self) -> None:
         """Until the other end is gone."""
@@ -206,7 +210,10 @@ class Keeper:
                 os.close(descriptor)
 
     def do_watch(self, number: int, message: dict[str, Any], descriptors: list[int]) -> None:
-        """Remember how things stand before the harness starts."""
+        """Remember how things stand before the harness starts; with ``pristine``, keep them."""
+        if message["pristine"]:
+            self.pristine = message["workdir"]
+            _copy(ROOT, BOX / "pristine", self.pristine)
         self.before = guard.look_before(ROOT, BOX / "began", message["workdir"], message["own"], SYSTEM)
         self.reply(number, {})
 
@@ -270,6 +277,8 @@ class Keeper:
             flags=mounts.MS_REMOUNT | mounts.MS_NOSUID | mounts.MS_NODEV,
             options=_quota(self.spec.disk_mb + VERIFIER_MB),
         )
+        if self.pristine is not None:
+            self._put_back(self.pristine)
         for path, mode in ((ROOT, 0o755), (ROOT / "tmp", 0o1777), (BOX / "logs", 0o755)):
             mounts.restore(path, mode, BOX / "trash")
         for path, name in ((ROOT / "tests", "/tests"), (BOX / "logs/verifier", "/logs/verifier")):
@@ -285,6 +294,24 @@ class Keeper:
                 self.displaced.append(f"/{name}: the harness replaced the system's link")
                 mounts.discard(link, BOX / "trash")
                 link.symlink_to(host.readlink())
+
+    def _put_back(self, workdir: str) -> None:
+        """The tree as it was before the harness started, with the working directory as it is now."""
+        kept = BOX / "kept"
+        name = Path(workdir).name
+        try:
+            parent = mounts.open_within(self.root, str(Path(workdir).parent), os.O_PATH | os.O_DIRECTORY)
+            with _closing(parent):
+                os.rename(name, kept, src_dir_fd=parent)
+        except OSError:
+            self.displaced.append(f"{workdir}: the harness removed it, or what leads there")
+        for path in [path for path in ROOT.iterdir() if path.name not in SYSTEM]:
+            mounts.discard(path, BOX / "trash")
+        for path in list((BOX / "pristine").iterdir()):
+            path.rename(ROOT / path.name)
+        if os.path.lexists(kept):
+            with _closing(mounts.make_directories(self.root, str(Path(workdir).parent))) as parent:
+                os.rename(kept, name, dst_dir_fd=parent)
 
     def _layers(self) -> list[str]:
         """System directories that the task's Dockerfile copied something into."""
@@ -338,6 +365,24 @@ class Keeper:
         if phase == "verifier":
             command += ["--bind", str(BOX / "tests"), "/tests", "--bind", str(BOX / "bench"), "/run/verifier"]
         return command
+
+
+def _copy(root: Path, to: Path, workdir: str) -> None:
+    """Copy what is the sandbox's own, but not its working directory."""
+
+    def left_out(directory: str, names: list[str]) -> set[str]:
+        here = Path("/") / Path(directory).relative_to(root)
+        return {name for name in names if (here == Path("/") and name in SYSTEM) or here / name == Path(workdir)}
+
+    shutil.copytree(root, to, symlinks=True, ignore=left_out)
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _holds(directory: Path) -> bool:

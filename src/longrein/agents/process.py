@@ -179,6 +179,10 @@ class _Attempt:
             await place.stop()
         for path, content in launch.files.items():
             await place.put(path, content)
+        if self._section.verifier_sees == "workdir" and task.workdir == "/":
+            raise TaskError(
+                f"{task.path}: runner.verifier_sees is workdir, but the task works in /. Give it a WORKDIR."
+            )
         await place.watch(task.workdir)
         return environment
 

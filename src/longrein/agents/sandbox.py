@@ -230,7 +230,14 @@ class Sandbox:
         return Limits(section.memory_mb * MEGABYTE, section.processes + OWN_PROCESSES, section.disk_mb * MEGABYTE)
 
     async def watch(self, workdir: str) -> None:
-        await self._peer.ask({"do": "watch", "workdir": workdir, "own": self._own})
+        await self._peer.ask(
+            {
+                "do": "watch",
+                "workdir": workdir,
+                "own": self._own,
+                "pristine": self._section.verifier_sees == "workdir",
+            }
+        )
 
     async def tampered(self, env: Mapping[str, str]) -> list[str]:
         asked = {name: env[name] for name in ("PATH", "PYTHONPATH") if name in env}
