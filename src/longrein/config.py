@@ -153,6 +153,9 @@ class RunnerSection(Section):
     verifier_sees: Literal["everything", "workdir"] = "everything"
     """What the verifier finds as the harness left it: all of it, or the task's working directory alone and everything
     else as it was before the harness started."""
+    git_history: Literal["all", "head"] = "all"
+    """``head`` removes from a task's repositories, before the harness starts, what the checked-out commit does not
+    lead back to: other branches, tags, remotes, stashes, the reflog."""
     tampered: Literal["keep", "exclude"] = "keep"
     """Rollouts whose harness left what may sway its verifier (docs/security.md): their reward counts and the run says
     so, or they are left out of baseline, count and loss."""

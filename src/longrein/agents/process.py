@@ -37,6 +37,22 @@ from longrein.errors import HarnessError, RewardError, SandboxError, SandboxUnav
 from longrein.records import FailureClass, Receipt
 
 BUILD_S = 600.0
+# Of every repository of the task's own: nothing is left that HEAD does not lead back to.
+HEAD_ALONE = """
+set -e
+find / -xdev -type d -name .git -prune | while read -r git; do
+    cd "$git"
+    export GIT_DIR="$git"
+    head=$(git symbolic-ref -q HEAD || true)
+    for remote in $(git remote); do git remote remove "$remote"; done
+    git for-each-ref --format='%(refname)' | while read -r ref; do
+        test "$ref" = "$head" || git update-ref -d "$ref"
+    done
+    rm -rf ORIG_HEAD FETCH_HEAD MERGE_HEAD CHERRY_PICK_HEAD REVERT_HEAD AUTO_MERGE lost-found logs
+    if git rev-parse -q --verify HEAD > /dev/null; then git repack -adq; fi
+    git prune --expire=now
+done
+"""
 TIMED_OUT = "timed out"
 
 log = logging.getLogger(__name__)
@@ -175,6 +191,11 @@ class _Attempt:
                     await place.start("build", None)
                 building = True
                 await self._build(place, step)
+        if self._section.git_history == "head":
+            if not building:
+                await place.start("build", None)
+            building = True
+            await self._build(place, Command("runner.git_history: head", ("/bin/sh", "-c", HEAD_ALONE), "/", {}))
         if building:
             await place.stop()
         for path, content in launch.files.items():
