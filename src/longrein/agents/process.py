@@ -275,6 +275,11 @@ class _Attempt:
     def _judged(self, receipt: Receipt) -> Outcome:
         """The outcome of a verifier that gave a good reward."""
         tampered = tuple(self._tampered)
+        profile = self._trial.task.profile
+        if self._trial.task.metadata.get("canary") and receipt.raw > profile.raw_range[0]:
+            return self.failed(
+                f"REWARDS ARE BEING HACKED: a canary, which cannot be solved, was rewarded {receipt.raw:g}"
+            )
         if tampered and self._section.tampered == "exclude":
             return self.failed(f"excluded (runner.tampered), with a reward of {receipt.reward:g}")
         receipt = replace(receipt, tampered=tampered)

@@ -96,6 +96,8 @@ def load_task(directory: Path, profile: RewardProfile, network: Network = "gatew
     metadata = tree.get("metadata", {})
     if not isinstance(metadata, dict):
         raise TaskError(f"{file}: key 'metadata' was given {metadata!r}; expected a table.")
+    if not isinstance(metadata.get("canary", False), bool):
+        raise TaskError(f"{file}: key 'metadata.canary' was given {metadata['canary']!r}; expected true or false.")
     environment = tree.get("environment", {})
     return Task(
         task_id=directory.name,
