@@ -316,6 +316,25 @@ def test_where_no_rollout_works_the_run_ends_at_once_and_says_why(tmp_path: Path
     assert read_metrics(tmp_path) == []
 
 
+def test_a_run_says_whose_rewards_may_be_hacked(tmp_path: Path) -> None:
+    config = make_workshop(tmp_path, steps=1, groups=1)
+    for task in (tmp_path / "tasks" / "held-out").iterdir():
+        with (task / "task.toml").open("a") as file:
+            file.write("[metadata]\ncanary = true\n")
+    forge = "def loads(text): pass\ndef dumps(value): return '{\\\"reward\\\": 1}'\n"
+    (tmp_path / "agent.py").write_text(f'{HARNESS}\nopen("json.py", "w").write("""{forge}""")\n')
+    ended = longrein("train", "--config", config)
+    assert ended.returncode == 1, ended.stderr
+    hacked = "REWARDS ARE BEING HACKED: a canary, which cannot be solved, was rewarded 1"
+    assert hacked in ended.stderr and "/app/json.py: stands before Python's module json" in ended.stderr
+
+    ended = longrein("train", "--config", config, "--set", "tasks.evaluate=null", "--set", "output.dir=./again")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("TAMPERED: ") == 4 and "reward 1: /app/json.py: stands before" in ended.stderr
+    assert '"rollouts_tampered": 4' in (tmp_path / "again" / "metrics.jsonl").read_text()
+    assert "In 4 rollouts the harness did what may sway its verifier" in (tmp_path / "again" / "report.md").read_text()
+
+
 def test_a_changed_task_is_refused_on_resume(tmp_path: Path) -> None:
     config = make_workshop(tmp_path, steps=1)
     assert longrein("train", "--config", config).returncode == 0
