@@ -9,7 +9,7 @@ DEMO := examples/demo/config.yaml
 SET ?=
 HARNESSES ?=
 
-.PHONY: install demo demo-seeds test properties check e2e bench algorithms peers chaos longtail harness-matrix harness-by-heart clean
+.PHONY: install demo demo-seeds test properties check e2e bench algorithms peers chaos longtail soak harness-matrix harness-by-heart clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +62,10 @@ chaos: $(VENV)/.installed
 # Asynchronous against synchronous training where rollouts' times have a long tail: ten minutes.
 longtail: $(VENV)/.installed
 	$(BIN)/python -m bench.longtail --learning-rate 0.003 --max-staleness 3
+
+# Whether a run grows over 20,000 short rollouts: a quarter of an hour.
+soak: $(VENV)/.installed
+	$(BIN)/python -m bench.soak
 
 # A whole training run with a tiny random model: gateway, harness process, sandbox, verifier, forest, update, publish.
 e2e: $(VENV)/.installed

@@ -43,6 +43,10 @@ def _main(argv: Sequence[str] | None) -> int:
     # Read by OpenMP when torch is first imported: threads that spin while they wait take the sandboxes' cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Read by torch and oneDNN: each keeps a kernel for every shape of a product, and prompts have thousands of lengths.
+    # So many hold the shapes of decoding.
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     try:
         return int(arguments.command(arguments))
     except LongreinError as error:
