@@ -51,14 +51,18 @@ def learned(calls: Sequence[Call], vocabulary: int) -> LlamaForCausalLM:
             tie_word_embeddings=False,
         )
     )
-    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3, fused=True)
     texts = list(_texts(calls))
     for _ in range(STEPS):
         optimizer.zero_grad()
         least = 1.0
         for ids, places in texts:
-            hidden = module.model(ids[None], use_cache=False).last_hidden_state[0]
-            logits = module.lm_head(hidden[places - 1])
+            # A gradient through a long prompt would take most of the time, and is not needed.
+            start = int(places[0]) - 1
+            with torch.no_grad():
+                cache = module.model(ids[None, :start], use_cache=True).past_key_values
+            hidden = module.model(ids[None, start:], past_key_values=cache).last_hidden_state[0]
+            logits = module.lm_head(hidden[places - 1 - start])
             functional.cross_entropy(logits, ids[places]).backward()
             least = min(least, float(logits.detach().softmax(-1)[torch.arange(len(places)), ids[places]].min()))
         if least > 0.9:
