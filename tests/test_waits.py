@@ -38,7 +38,7 @@ async def test_waits_are_listed_the_longest_first() -> None:
 
 
 async def test_a_long_wait_is_told_of_again_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "LONG_S", 1.0)
+    monkeypatch.setattr(waits, "LONG_S", 0.2)
     said: list[str] = []
     async with Watch(said.append), waiting("the cows", None):
         await asyncio.sleep(5.5)

@@ -20,7 +20,8 @@ from typing import Self
 from longrein.errors import DeadlineExceeded
 
 LONG_S = 120.0
-"""A wait is told of by itself when it has lasted so long, and each time that has doubled."""
+"""A wait is told of by itself when it has lasted so long and half of its deadline, or five times so long where it has
+none; and each time that has doubled."""
 
 STUCK_S = 30.0
 """An event loop that has not turned for so long is told of."""
@@ -45,6 +46,12 @@ class Wait:
     @property
     def lasted_s(self) -> float:
         return time.monotonic() - self.since
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is to be told of, anew if it was before."""
+        least = 5 * LONG_S if self.deadline_s is None else max(LONG_S, self.deadline_s / 2)
+        return self.lasted_s >= max(least, 2 * self.told_s)
 
     def __str__(self) -> str:
         most = "" if self.deadline_s is None else f" of {self.deadline_s:g}"
@@ -137,7 +144,7 @@ class Watch:
         while True:
             self._beat = next(self._beats)
             for wait in list(_waits.values()):
-                if wait.lasted_s >= max(LONG_S, 2 * wait.told_s):
+                if wait.is_long:
                     wait.told_s = wait.lasted_s
                     self._say(f"waiting: {wait}")
             await asyncio.sleep(1.0)
