@@ -7,7 +7,7 @@ too: harnesses, sandboxes and their keepers, verifiers. At the end the run is le
 - ``longrein audit`` finds nothing wrong;
 - every call whose reply's last byte was about to be sent is in the ledger;
 - the weights are those that the recorded batches give when they are learned from once, in order;
-- no process, socket or directory of the run is left.
+- no process that names the run's directory is left.
 
     python -m tests.chaos [--kills 200] [--seed 0] [--mode async]
 """
@@ -329,7 +329,7 @@ async def _other_weights(config: Config, ledger: Ledger) -> list[str]:
 
 
 def _left(root: Path) -> Iterator[str]:
-    """Processes that have to do with the run."""
+    """Processes that name a file of the run."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
@@ -348,7 +348,6 @@ def storm(root: Path, kills: int, seed: int, mode: str, *, steps: int = 2) -> tu
     endless = load(file, [*base, "training.steps=1000000"])
     report = kill_again_and_again(endless, root, kills, seed)
     made = asyncio.run(_steps(endless))
-    # The file may have been left by a process that has not quite gone.
     config = load(file, [*base, f"training.steps={made + steps}"])
     status = ended(live(config, None, root), END_S)
     if status is None:
